@@ -84,7 +84,7 @@ def test_workers_find_the_users_modules_but_not_another_pythons(
         (["pools.train.devices=8"], ["wanted 9 CPUs, available 4 CPUs", "train: 8 × 1 CPU"]),
         (
             ["runtime.store=transferqueue", "pools.train.nodes=4"],
-            ["wanted 13 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 13"],
+            ["wanted 10 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 10"],
         ),
         (["model.device=cuda"], ["wanted 2 CPUs and 1 GPU, available 4 CPUs\n"]),
     ],
@@ -110,10 +110,11 @@ def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
     assert "expected auto, host:port or ray://" in refused(recipe(tmp_path, "runtime.address=somewhere"))
 
 
-def test_a_server_that_is_no_ray_is_refused(tmp_path: Path):
+def test_a_server_that_is_no_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("practicum.runtime.ray.init_ray.HEALTH_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        text = refused(recipe(tmp_path, f"runtime.address={address}", "runtime.start_s=2.0"))
+        text = refused(recipe(tmp_path, f"runtime.address={address}"))
     assert f"what listens at {address} does not answer as Ray in 2 s" in text
 
 

@@ -58,6 +58,7 @@ def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
         "pools.rollout={devices: 2}",
         "runtime.store=transferqueue",
         "pools.train.nodes=2",
+        "runtime.reward_workers=2",
         text=SCHOOL,
     )
     wanted = needs(school, gpus=False)
@@ -99,7 +100,7 @@ def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):
         "wanted 9 CPUs and 8 GPUs, available 20 CPUs and 6 GPUs",
         "train: 8 × 1 CPU and 1 GPU",
         "8 rollout, 1 store, 8 train",
-        "→ lower pools.train, pools.train.nodes\n  → without GPUs",
+        "→ lower pools.train, runtime.reward_workers\n  → without GPUs",
     ):
         assert words in text, text
 

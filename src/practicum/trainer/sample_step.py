@@ -150,10 +150,10 @@ class StepSampler:
                 step.batch = step.rollout.demonstrate(step.prompts, TRAIN)
             step.rolled = [step.batch]
             return
-        filters, on_failure = recipe.buffer.filter_flat_groups, recipe.agent.on_failure
+        filters, on_failure = recipe.refills > 0, recipe.agent.on_failure
         groups = self._roll_out(step, step.prompts)
         kept = keep_groups(groups, filters, on_failure)
-        while filters and len(kept) < needed and refills < recipe.buffer.max_refills:
+        while len(kept) < needed and refills < recipe.refills:
             refills += 1
             new = self._roll_out(step, self._take(step, needed - len(kept)))
             groups += new

@@ -156,8 +156,11 @@ class Agent(Section):
         _BY_COMPRESS,
         ge=8,
     )
-    ask_summary: str = key(
-        "Summarise what matters for going on.", "How compress asks for a summary.", _BY_COMPRESS
+    message: str | None = key(
+        None,
+        "What retry tells the model after a miss, or how compress asks for a summary; unset: That is not "
+        "right. Try again. / Summarise what matters for going on.",
+        _read_by("retry", "compress"),
     )
     deadline_s: float | None = key(
         None,

@@ -30,7 +30,7 @@ _KEYS = {
     TRAIN: "pools.train",
     ROLLOUT: "pools.rollout",
     TEACHERS: "placement.own.replicas of teachers and reward models",
-    SERVICES: "pools.train.nodes",
+    SERVICES: "runtime.reward_workers",
     STORE: "pools.train.nodes",
 }
 """The recipe keys that decide the size of a pool."""
@@ -109,7 +109,7 @@ def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
     judges = recipe.computes_reward or recipe.evaluates
     holds_models = judges and any(not m.scores_during_rollout for m in recipe.reward.models.values())
     nodes = recipe.pools.train.nodes
-    rewards = nodes if judges else 0
+    rewards = recipe.runtime.reward_workers if judges else 0
     units = nodes + 1 if recipe.runtime.store == "transferqueue" else 0  # the first is their controller
     shared = [
         *_student(recipe, gpus, rewards if holds_models else 0),
