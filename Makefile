@@ -10,6 +10,9 @@ INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-versi
 ON_TWO := -m pytest -n 2 --dist loadfile
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python $(ON_TWO)
 
+# Clients of agents' endpoint know nothing of practicum: they have their own environment.
+CLIENTS_VENV := .venv-clients
+
 # vLLM wants other versions than ours: its tests have an environment of their own.
 MACHINE := $(shell uname -s)-$(shell uname -m)
 VLLM_MACHINES := Linux-x86_64 Linux-aarch64
@@ -20,7 +23,7 @@ VLLM_INSTALL := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-
 # each process of vLLM would compile vLLM and torch anew.
 VLLM_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PRACTICUM_REQUIRE_VLLM=1
 
-.PHONY: demo test test-all test-long test-vllm campaign check quick lint bench docs clean help
+.PHONY: demo test test-all test-long test-clients test-vllm campaign check quick lint bench docs clean help
 
 help:  ## Show what there is.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 11
@@ -35,10 +38,18 @@ test: $(VENV)/.dev  ## Lint, types and the tests, in minutes.
 	$(PYTEST) -m "not long" --ignore tests/vllm; tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests || types))
 
-test-all: test test-long campaign test-vllm  ## All there is: the above, long tests, kills, vLLM's tests.
+test-all: test test-long test-clients campaign test-vllm  ## All there is: the above, long tests, kills, vLLM's tests.
 
 test-long: $(VENV)/.dev  ## Recipes' bands, whole clusters.
 	$(PYTEST) -m long --ignore tests/vllm
+
+test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.ready  ## Agents' endpoint with the client libraries of OpenAI, Anthropic and others.
+	$(PYTEST) -m long tests/sessions/endpoint/test_clients.py
+
+$(CLIENTS_VENV)/.ready: requirements-clients.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< $(PIP_ARGS)
+	touch $@
 
 campaign: $(VENV)/.dev  ## Kill and stop processes of runs at random, for 13 minutes.
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign $(CAMPAIGN)

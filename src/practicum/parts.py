@@ -71,7 +71,7 @@ def advantage(
 ) -> Callable[[F], F]:
     """Declare what an advantage estimator needs, as `EstimatorTraits` says; undecorated, it needs nothing.
 
-    `reads` are the options that it reads, such as lam; None: all of them.
+    `reads` are the options among gamma and lam that it reads; None: all of them.
     """
     options = _options(reads, ESTIMATOR_OPTIONS)
     return _with_traits(EstimatorTraits(compares_groups, greedy_baseline, critic, options))

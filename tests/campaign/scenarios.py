@@ -70,9 +70,8 @@ class Scenario:
 
 
 def _slower(recipe: Any, factor: float) -> Any:
-    """Starts do not become quicker: processes have much to import."""
     if isinstance(recipe, dict):
-        late = dict.fromkeys(("deadline_s", "stage_s"), factor) | {"start_s": max(1.0, factor)}
+        late = dict.fromkeys(("deadline_s", "stage_s"), factor)
         return {k: v * late[k] if k in late else _slower(v, factor) for k, v in recipe.items()}
     return recipe
 
@@ -115,14 +114,14 @@ def _judge(models: Path) -> dict[str, Any]:
 
 def _cluster(ranks: int, cpus: int, **store: Any) -> dict[str, Any]:
     runtime = {"kind": "ray", "threads": 1, "cpus": cpus, **store}
-    runtime |= {"start_s": 240, "stage_s": 60, "max_deaths": 100}
+    runtime |= {"stage_s": 60, "max_deaths": 100}
     return {"runtime": runtime, "pools": {"train": {"devices": ranks}}}
 
 
 def _agent() -> dict[str, Any]:
     return {
         "agent": {"loop": "tests.campaign.parts:agent", "tools": [{"use": "python", "timeout_s": 10}]},
-        "buffer": {"filter_flat_groups": True},
+        "refills": 4,
         "reward": {"functions": [{"use": "tests.campaign.parts:coarse"}]},
     }
 

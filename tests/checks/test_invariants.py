@@ -23,9 +23,9 @@ def test_fresh_rows_must_have_the_learners_weight_version():
 
 
 def test_logprob_gap_names_the_number_and_the_limit():
-    assert invariants.logprob_gap({"gap_mean": 0.01}) is None
-    assert invariants.logprob_gap({}) is None
-    finding = invariants.logprob_gap({"gap_mean": 0.2, "gap_max": 1.5})
+    assert invariants.logprob_gap({"gap_mean": 0.01}, 0.05) is None
+    assert invariants.logprob_gap({}, 0.05) is None
+    finding = invariants.logprob_gap({"gap_mean": 0.2, "gap_max": 1.5}, 0.05)
     assert finding is not None
     assert "0.2 nats" in finding
     assert "1.5" in finding

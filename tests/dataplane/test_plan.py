@@ -222,12 +222,12 @@ def test_rows_of_models_that_see_carry_pictures_and_positions_to_whoever_runs_th
     assert not {"position_ids", "multi_modal_inputs"} & set(make_plan(asked)["rollout"].writes)
 
 
-def test_recorded_experts_are_replayed_by_the_student_alone_and_only_if_asked() -> None:
+def test_recorded_experts_are_replayed_by_the_student_alone_and_only_if_reported() -> None:
     asked = recipe(algorithm={"kl": {"place": "loss"}}, train={"minibatches": 2})
     plan = make_plan(asked, Traits(moe=True))
     assert "routed_experts" in plan["rollout"].writes
     assert "routed_experts" in plan["old_logprobs"].reads
     assert "routed_experts" in plan["update_student"].reads
     assert "routed_experts" not in plan["ref_logprobs"].reads
-    off = make_plan(recipe(train={"replay_experts": False}), Traits(moe=True))
+    off = make_plan(recipe(rollout={"engine": "vllm"}), Traits(moe=True))
     assert all("routed_experts" not in (*stage.reads, *stage.writes) for stage in off)

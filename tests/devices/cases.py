@@ -39,7 +39,7 @@ PPO = {"advantage": "gae", "loss": "ppo_clip", "kl": {"place": "reward", "coeffi
 ASLEEP = {"runtime": TINY["runtime"] | {"teachers_gb": 1e-6}}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"mismatch": {"weights": "token"}}},
-    "agent": {"agent": {"loop": "retry"}, "algorithm": KL_LOSS},
+    "agent": {"agent": {"loop": "retry", "message": "no"}, "algorithm": KL_LOSS},
     "ppo": {"algorithm": PPO, "critic": {}},
     "moe": {"model": MOE, **UNEVEN},
     "vision": {"model": EYES, "tasks": PICTURES, "algorithm": PPO, "critic": {}},

@@ -114,8 +114,9 @@ def load_block(block: Block, folder: Path) -> Recipe:
         return load_recipe(ROOT / block.title).recipe
     path = folder / "recipe.yaml"
     base = ""
-    if block.on:
+    if block.on or block.file:
         shutil.copytree(ROOT / "recipes", folder / "recipes")
+    if block.on:
         path = (folder / block.on).with_name("block.yaml")
         base = f"extends: {Path(block.on).name}\n"
     for other in blocks_of(block.page):

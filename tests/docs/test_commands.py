@@ -21,7 +21,7 @@ TRAINING = ("train", "eval")
 NEEDS_A_RUN = (*TRAINING, "export", "merge", "serve", "view", "diff", "replay")
 FEW = {
     "train": "train.steps=3 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
-    "eval.rows=4 runtime.threads=1 buffer.filter_flat_groups=false train.minibatch_rows=null",
+    "eval.rows=4 runtime.threads=1 refills=0 train.minibatch_rows=null",
     "eval": "eval.rows=4 runtime.threads=1",
 }
 """What makes a run short; the learning is not what these tests are about."""
@@ -109,7 +109,9 @@ def sources(trains: bool) -> list[str]:
 
 
 def write_files(source: str) -> None:
-    """Write the files that the page shows as the reader's."""
+    """Write the files that the page shows as the reader's. A tutorial begins in an empty folder."""
+    if source.startswith("docs/tutorials"):
+        shutil.rmtree("recipes")
     for block in blocks_of(ROOT / source) if source != "help" else []:
         if block.file:
             Path(block.file).write_text(block.text)

@@ -238,7 +238,7 @@ SINGLE.add("state_layers")
 
 @case
 def critic(parallel: Parallel | None, folder: Path) -> Found:
-    found, recipe = Found(), CriticRecipe(clip=0.2, lr=0.01)
+    found, recipe = Found(), CriticRecipe(lr=0.01)
     learner = ValueLearner(tiny(), TRAIN, recipe, parallel=parallel)
     for batch in batches():
         assert batch.advantages is not None

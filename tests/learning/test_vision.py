@@ -42,7 +42,7 @@ ALGORITHM = Algorithm(loss="ppo_clip")
 @cache
 def seeing(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A tiny vision model with weights large enough for attention to matter."""
-    spec = MakeModel(family="qwen2_5_vl", hidden=32, layers=2, heads=2, kv_heads=1, context=64)
+    spec = MakeModel(family="qwen2_5_vl", hidden=32, layers=2, heads=2, context=64)
     config: Any = made_config(spec, make_vision_tokenizer())
     for part in (config, config.text_config, config.vision_config):
         part.initializer_range = 0.2

@@ -22,6 +22,7 @@ def test_recipe_keys_have_the_names_of_the_table():
 def test_options_that_are_read_are_keys_of_the_recipe():
     options = {option for table in (ESTIMATORS, LOSSES) for one in table.values() for option in one.reads}
     assert options < set(Algorithm.model_fields)
+    assert readers("gamma") == ["gae", "reinforce_pp"]
     assert readers("lam") == ["gae"]
 
 

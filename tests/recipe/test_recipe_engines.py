@@ -28,7 +28,6 @@ def load(folder: Path, text: str) -> None:
     [
         ("rollout: {vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel"),
         (VLLM + "model: {make: {}, dtype: float64}", "model.dtype"),
-        (VLLM + "model: {make: {family: qwen3_moe}}", "train.replay_experts"),
         (VLLM + "model: {make: {family: qwen2_5_vl}}", "rollout.engine"),
         (TEACHER % "" + DISTILL + "model: {make: {family: qwen2_5_vl}}", "teachers.t.engine"),
         (TEACHER % "" + "distill: {signal: full}", "distill.signal"),
@@ -44,13 +43,13 @@ def load(folder: Path, text: str) -> None:
         ),
         ("rollout: {engine: vllm, vllm: {options: {tensor_parallel_size: 2}}}", "rollout.vllm.options"),
         (
-            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 6, kv_heads: 2}}",
+            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 6}}",
             "rollout.vllm.tensor_parallel",
         ),
         (
             "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel: 2}}}\n"
             + DISTILL
-            + "model: {make: {heads: 6, kv_heads: 3}}",
+            + "model: {make: {heads: 6}}",
             "teachers.t.vllm.tensor_parallel",
         ),
     ],
@@ -66,10 +65,10 @@ def test_what_an_engine_can_not_do_is_refused(tmp_path: Path, text: str, path: s
     [
         VLLM,
         "rollout: {engine: vllm, vllm: {options: {block_size: 64}}}",
-        VLLM + "model: {make: {family: qwen3_moe}}\ntrain: {replay_experts: false}",
+        VLLM + "model: {make: {family: qwen3_moe}}",
         TEACHER % ", placement: {own: {replicas: 2}}" + DISTILL,
         "teachers: {t: {student: {every: 3}, engine: vllm}}\n" + DISTILL,
-        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 8, kv_heads: 2}}",
+        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 8}}",
     ],
 )
 def test_what_an_engine_can_do_is_allowed(tmp_path: Path, text: str) -> None:

@@ -35,9 +35,9 @@ def test_a_runtime_may_be_named_in_short(write: Write, text: str, overrides: lis
 def test_a_short_runtime_keeps_the_other_options_of_every_layer(write: Write) -> None:
     write("runtime: {threads: 3, max_deaths: 7}", "base.yaml", minimal=False)
     path = write("extends: base.yaml\nruntime: ray")
-    loaded = load_recipe(path, ["runtime.threads=2", "runtime=local", "runtime.start_s=9"])
+    loaded = load_recipe(path, ["runtime.threads=2", "runtime=local", "runtime.stage_s=9"])
     runtime = loaded.recipe.runtime
-    assert (runtime.kind, runtime.threads, runtime.max_deaths, runtime.start_s) == ("local", 2, 7, 9.0)
+    assert (runtime.kind, runtime.threads, runtime.max_deaths, runtime.stage_s) == ("local", 2, 7, 9.0)
     assert str(load_recipe(path).origins["runtime.kind"]) == "file:6"
     assert str(load_recipe(path).origins["runtime.max_deaths"]) == "base base.yaml:1"
 

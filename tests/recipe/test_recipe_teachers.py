@@ -147,7 +147,7 @@ REWARDS = [
     (LOSS + "algorithm: {mismatch: {weights: token}}", "algorithm.mismatch"),
     (LOSS + "algorithm: {kl: {place: reward}}", "algorithm.kl.place"),
     (LOSS + "critic: {}", "critic"),
-    (LOSS + "buffer: {filter_flat_groups: true}", "buffer.filter_flat_groups"),
+    (LOSS + "refills: 4", "refills"),
     (ADVANTAGE + "algorithm: {advantage: rloo}", "algorithm.advantage"),
     (ADVANTAGE + "critic: {}", "critic"),
     (REWARD + "algorithm: {advantage: none}", "algorithm.advantage"),
@@ -194,7 +194,7 @@ ALLOWED = [
     LOSS.replace("weight: 0.0", "weight: 0.0, functions: []") + "eval: {rows: 0}",
     ADVANTAGE + "rollout: {samples: 1}\nalgorithm: {loss: cispo, clip_high: 0.3}",
     REWARD + "algorithm: {advantage: gae, lam: 0.9}\ncritic: {}",
-    ONE + "algorithm: {advantage: rloo}\nbuffer: {filter_flat_groups: true}",
+    ONE + "algorithm: {advantage: rloo}\nrefills: 4",
     "reward: {functions: [], models: {m: {model: a}}}",
 ]
 

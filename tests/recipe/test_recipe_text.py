@@ -102,7 +102,7 @@ def test_the_json_schema_is_json_and_closed() -> None:
         ([], 256, 1, "32 prompts × 8 samples = 256 sessions per step"),
         (["train.epochs=2", "train.minibatches=4"], 256, 8, "64 sessions each"),
         (["algorithm.advantage=remax"], 256, 1, "and 32 greedy ones"),
-        (["buffer.filter_flat_groups=true"], 256, 1, "refilled up to 4 times"),
+        (["refills=4"], 256, 1, "refilled up to 4 times"),
         (["algorithm.loss=supervised", "algorithm.advantage=none"], 32, 1, "32 demonstrations per"),
     ],
 )

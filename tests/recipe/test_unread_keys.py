@@ -23,7 +23,7 @@ from practicum.trainer.run import train_loaded
 
 BASE: dict[str, Any] = {
     "name": "run",
-    "model": {"make": {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "context": 64}},
+    "model": {"make": {"hidden": 16, "layers": 1, "heads": 2, "head_dim": 8, "context": 64}},
     "tasks": {"sort": {"kind": "sort", "options": {"length": [2, 3]}}},
     "rollout": {"samples": 2, "max_new_tokens": 4, "slots": 4},
     "train": {"steps": 1, "prompts": 2},
@@ -62,7 +62,6 @@ UNSEEN = {
     "expected": "for people: the summary shows it",
     "teachers.a.model": "not allowed with student",
     "teachers.b.model": "not allowed with student",
-    "train.replay_experts": "asked of models with experts, which only their config tells",
 }
 """Keys that no run of these reads; levels of checks are read when a check finds something."""
 
@@ -131,7 +130,8 @@ MORE: list[dict[str, Any]] = [
     {"tasks": {"rows": {"dataset": "rows", "map": "my:row"}}},
     {"tasks": {"sort": {"kind": "sort", "chat": True}}},
     {"agent": {"loop": "compress", "tools": ["calculator", "python"]}},
-    {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "buffer": {"filter_flat_groups": True}},
+    {"agent": {"loop": "retry"}, "eval": {"samples": 2}, "refills": 4},
+    {"agent": {"loop": {"command": ["true"]}}},
     {
         "algorithm": {"loss": "gspo", "advantage": "reinforce_pp"},
         "rollout": {"engine": "vllm", "max_new_tokens": 4},
@@ -193,14 +193,14 @@ def test_keys_for_other_runs_of_a_recipe_are_noted(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         {
-            "model": {"make": {"family": "gpt2", "hidden": 128, "kv_heads": 1}},
+            "model": {"make": {"family": "gpt2", "hidden": 128, "head_dim": 16}},
             "algorithm": RUNS["supervised"]["algorithm"],
             "pools": {"train": {"devices": 2}},
         },
     )
     text = show_recipe(load_recipe(path))
     for line in (
-        r"kv_heads: 1 +# file:\d+, not read with family gpt2",
+        r"head_dim: 16 +# file:\d+, not read with family gpt2",
         r"samples: 2 +# file:\d+, not read with algorithm.loss supervised",
         r"devices: 2 +# file:\d+, not read with runtime.kind local",
         r"max_new_tokens: 4 +# file:\d+",

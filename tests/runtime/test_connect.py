@@ -84,7 +84,7 @@ def test_workers_find_the_users_modules_but_not_another_pythons(
         (["pools.train.devices=8"], ["wanted 9 CPUs, available 4 CPUs", "train: 8 × 1 CPU"]),
         (
             ["runtime.store=transferqueue", "pools.train.nodes=4"],
-            ["wanted 13 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 13"],
+            ["wanted 10 CPUs, available 4 CPUs", "store: 5 × 1 CPU", "runtime.cpus to 10"],
         ),
         (["model.device=cuda"], ["wanted 2 CPUs and 1 GPU, available 4 CPUs\n"]),
     ],
@@ -110,10 +110,11 @@ def test_an_address_where_nobody_listens_is_refused(tmp_path: Path):
     assert "expected auto, host:port or ray://" in refused(recipe(tmp_path, "runtime.address=somewhere"))
 
 
-def test_a_server_that_is_no_ray_is_refused(tmp_path: Path):
+def test_a_server_that_is_no_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("practicum.runtime.ray.init_ray.HEALTH_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        text = refused(recipe(tmp_path, f"runtime.address={address}", "runtime.start_s=2.0"))
+        text = refused(recipe(tmp_path, f"runtime.address={address}"))
     assert f"what listens at {address} does not answer as Ray in 2 s" in text
 
 
@@ -154,11 +155,11 @@ def test_runs_one_after_another_leave_no_process_and_no_shared_memory(
 
 @pytest.fixture
 def machines() -> Iterator[Any]:
-    """A cluster of two nodes, of 2 and of 3 CPUs, that is there already."""
+    """A cluster of two nodes of 3 CPUs that is there already."""
     from ray.cluster_utils import Cluster as Machines
 
     store = 80 * 2**20
-    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": store}
+    head = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": store}
     found = Machines(initialize_head=True, head_node_args=head)
     try:
         found.add_node(num_cpus=3, object_store_memory=store)
@@ -184,8 +185,8 @@ def test_an_existing_cluster_is_joined_with_each_group_on_one_machine_and_left(
     ray.init(address=machines.address, log_to_driver=False)
     with closing(Cluster.open(aligned)):
         monkeypatch.setattr(cluster_module, "PATIENCE_S", 1.0)
-        text = refused(recipe(tmp_path, at))  # the first one holds all five CPUs
+        text = refused(recipe(tmp_path, at))  # the first one holds all six CPUs
     assert "no room for all workers within 1 s" in text
     assert "wanted 2 CPUs, available 0 CPUs" in text
     assert ray.is_initialized()  # it was not this run that connected
-    assert "wanted 7 CPUs, available 5 CPUs" in refused(recipe(tmp_path, at, "pools.train.devices=6"))
+    assert "wanted 7 CPUs, available 6 CPUs" in refused(recipe(tmp_path, at, "pools.train.devices=6"))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from practicum.engines.torch.torch_engine import TorchEngine
-from practicum.serving.app import make_app, make_server
+from practicum.processes.http_server import make_server
+from practicum.serving.app import scoring_app
 from practicum.serving.completions import RequestScorer
 from practicum.serving.serve import listen
 
@@ -37,7 +38,7 @@ def served(
     engine = TorchEngine(model, slots=1, context=2)
     vocab = model.config.get_text_config().vocab_size
     scorer = RequestScorer(engine, MODEL, context=context, vocab=vocab, adapters=adapters)
-    app = make_app(scorer, dict.fromkeys(scorer.models, "here"), MAX_BODY, api_key)
+    app = scoring_app(scorer, dict.fromkeys(scorer.models, "here"), MAX_BODY, api_key)
     server = make_server(app, connections)
     bound = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

@@ -73,7 +73,7 @@ def test_a_large_body_is_refused_and_never_held(server: Served, head: str, piece
 
 
 def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("practicum.serving.app.BODY_S", 0.2)
+    monkeypatch.setattr("practicum.processes.http_server.BODY_S", 0.2)
     with served(tiny()) as server:
         assert status_of(server, header("Content-Length: 100") + b"{") == 408
 

@@ -104,9 +104,9 @@ def test_calls_of_one_turn_run_side_by_side():
 
 
 def test_retry_tells_a_miss_and_the_last_answer_counts():
-    agent = {"turns": 4}
+    agent = {"message": "no.", "turns": 4}
     session = plain("5", "6", "7", agent=agent, check=lambda text: float(text == "6"))
-    assert run("retry", session) == ["total:1+2+3=5<eos>|wrong. try again.|6<eos>"]
+    assert run("retry", session) == ["total:1+2+3=5<eos>|no.|6<eos>"]
     assert session.said()[-1] == "6"
     wrong = plain(*"12345", agent=agent, check=lambda text: 0.5)
     assert run("retry", wrong)[0].count("<eos>") == 4
@@ -120,7 +120,7 @@ def test_compress_goes_on_from_a_summary_in_a_new_context(chat: bool):
     prompt = f"total:{'+'.join(map(str, numbers))}="
     example = Example(prompt, str(sum(numbers)))
     demonstrator = DemonstratorPolicy(lambda _, messages: TOTAL.demonstrate(example, messages), TOKENIZER)
-    agent = {"calls": "plain", "compress_at": 30, "ask_summary": "left?"}
+    agent = {"calls": "plain", "compress_at": 30, "message": "left?"}
     session = session_of(prompt, demonstrator, agent=agent, toolbox=CALCULATOR, chat=chat)
     first, second, _, last = run("compress", session)
     if chat:
@@ -137,7 +137,7 @@ def test_compress_goes_on_from_a_summary_in_a_new_context(chat: bool):
 
 def test_compress_by_default_when_little_room_is_left():
     # 10 + 60 / 8 = 17 tokens have to be left after a tool's result: after the third one they are.
-    more = {"context": 60, "max_new_tokens": 10, "agent": {"ask_summary": "so?"}}
+    more = {"context": 60, "max_new_tokens": 10, "agent": {"message": "so?"}}
     session = plain(*["[1+2]"] * 4, "3+3", "6", **more)
     first, second = run("compress", session)
     assert first.count("[1+2]") == 4
@@ -153,7 +153,7 @@ def test_compress_never_ends_with_a_summary():
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_runs_with_a_real_engine_and_repeats(loop: str, chat: bool):
-    agent = {"calls": "plain", "compress_at": 24, "turns": 4, "ask_summary": "so?"}
+    agent = {"calls": "plain", "compress_at": 24, "turns": 4, "message": "so?"}
 
     async def sessions(policy: EnginePolicy) -> list[list[list[int]]]:
         made = [

@@ -1,4 +1,4 @@
-"""Datasets of the `datasets` library, from folders: whole and streamed, mapped by a user's function."""
+"""Datasets of the `datasets` library, from folders, mapped by a user's function."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tests.sessions.sessions import byte_tokenizer
 from practicum.errors import DataError, MissingExtraError, PracticumError, RecipeError
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import MakeModel, Model, Recipe, Task
-from practicum.tasks.stream import PromptStream, eval_prompts, make_stream
-from practicum.tasks.tables import BLOCK, Blocks
+from practicum.tasks.stream import eval_prompts, make_stream
 from practicum.trainer.check_data import check_data
 
 MAPS = """
@@ -87,9 +86,8 @@ def test_a_changed_map_or_dataset_is_noticed_when_a_run_resumes(folder: Path, tm
 def test_what_save_to_disk_wrote_is_read(tmp_path: Path):
     data = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}])})
     data.save_to_disk(tmp_path / "saved")
-    for streaming in (False, True):
-        saved = Task(dataset=str(tmp_path / "saved"), streaming=streaming)
-        assert make_stream({"t": saved}, 0).prompt(3).row == {"prompt": "a", "answer": "1"}
+    saved = Task(dataset=str(tmp_path / "saved"))
+    assert make_stream({"t": saved}, 0).prompt(3).row == {"prompt": "a", "answer": "1"}
     with pytest.raises(RecipeError, match=r"split 'test'"):
         make_stream({"t": Task(dataset=str(tmp_path / "saved"), split="test")}, 0)
 
@@ -100,10 +98,9 @@ def test_a_map_also_changes_rows_of_files(folder: Path):
     assert prompt.content == f"train{prompt.index}?"
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_map_that_raises_shows_the_users_line(folder: Path, streaming: bool):
+def test_a_map_that_raises_shows_the_users_line(folder: Path):
     with pytest.raises(DataError) as caught:
-        make_stream({"t": task(folder, map=f"{folder}/maps_of_sums:fails", streaming=streaming)}, 0)
+        make_stream({"t": task(folder, map=f"{folder}/maps_of_sums:fails")}, 0)
     text = str(caught.value)
     assert text.startswith(f"{folder}/sums (train), row 1: tasks.t.map {folder}/maps_of_sums:fails raised")
     assert "KeyError: 'questoin'" in text
@@ -114,77 +111,6 @@ def test_a_map_that_raises_shows_the_users_line(folder: Path, streaming: bool):
         make_stream({"t": task(folder, map=f"{folder}/maps_of_sums:torow")}, 0)
     with pytest.raises(RecipeError, match=r"tasks\.t\.map: .*\n.*did you mean maps_of_sums:to_row"):
         make_stream({"t": task(folder, map="maps_of_sums.to_row")}, 0)
-
-
-def counted(length: int, read: list[int]) -> datasets.IterableDataset:
-    """A stream of rows 0, 1, …; `read` gets each that is asked for."""
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for number in range(length):
-            read.append(number)
-            yield {"prompt": f"p{number}", "answer": number}
-
-    data = datasets.IterableDataset.from_generator(rows)
-    assert isinstance(data, datasets.IterableDataset)
-    return data
-
-
-@pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
-def test_every_position_of_a_stream_is_the_same_row_however_it_is_reached(length: int):
-    data = counted(length, [])
-    walked = Blocks(data)
-    for index in range(2 * length + 3):
-        epoch, step, block = walked.find(index)
-        assert (epoch, step) == divmod(index, length)
-        assert block[step % BLOCK]["answer"] == step
-    for index in (0, length - 1, length, 2 * length, 5 * length + 7 % length):
-        epoch, step, block = Blocks(data).find(index)
-        assert (epoch, step, block[step % BLOCK]["answer"]) == (*divmod(index, length), index % length)
-
-
-def test_a_stream_reads_no_further_than_it_is_asked():
-    read: list[int] = []
-    Blocks(counted(100 * BLOCK, read)).find(5)
-    assert len(read) == BLOCK
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset with more rows than are looked at before a run; the last one is empty."""
-    folder = tmp_path_factory.mktemp("long")
-    rows = [{"prompt": f"p{n}" if n < 2_099 else "", "answer": "1"} for n in range(2_100)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def test_a_stream_gives_each_row_once_per_epoch_and_resumes_exactly(folder: Path):
-    def stream() -> PromptStream:
-        return make_stream({"sums": task(folder, streaming=True)}, 0)
-
-    unbroken = stream().take(35)
-    for epoch in range(3):
-        assert sorted(p.index for p in unbroken if p.epoch == epoch) == list(range(10))
-    assert len({tuple(p.index for p in unbroken[e : e + 10]) for e in (0, 10, 20)}) == 3
-    assert {tuple(p.row["tags"]) for p in unbroken} == {("a", "seen")}
-    for position in (3, 10, 27):
-        stopped, resumed = stream(), stream()
-        stopped.take(position)
-        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-        assert resumed.take(8) == unbroken[position : position + 8]
-
-
-def test_a_stream_is_shuffled_in_blocks_and_later_rows_are_checked_as_they_come(long: Path):
-    streamed = Task(dataset=str(long), streaming=True)
-    sentence = "is streamed: its first 2,000 rows are good, later ones are checked as they come"
-    assert checked(streamed)[0] == f"tasks.sums: {long} (train) {sentence}"
-    stream = make_stream({"t": streamed}, 0)
-    first, second = stream.take(BLOCK), stream.take(BLOCK)
-    assert sorted(p.index for p in first) == list(range(BLOCK))
-    assert sorted(p.index for p in second) == list(range(BLOCK, 2 * BLOCK))
-    assert [p.index for p in second] != [p.index + BLOCK for p in first]
-    with pytest.raises(DataError) as caught:
-        stream.take(2_100 - 2 * BLOCK)
-    assert str(caught.value) == f"{long} (train), row 2100: column 'prompt': the prompt is empty"
 
 
 def test_what_is_wrong_with_a_dataset_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch):

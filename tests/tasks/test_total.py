@@ -72,7 +72,7 @@ def test_the_demonstrator_calls_the_tool_for_each_pair_and_answers(chat, seed):
 def test_the_demonstrator_sums_up_and_goes_on_from_its_summary(chat, seed, compress_at):
     prompt = draw(seed, numbers=[2, 8], digits=[1, 4])
     asked = "what is left?"
-    session = play(prompt, chat, loop="compress", compress_at=compress_at, ask_summary=asked)
+    session = play(prompt, chat, loop="compress", compress_at=compress_at, message=asked)
     assert session.said()[-1] == prompt.answer
     *earlier, last = session.trajectories
     for trajectory in earlier:

@@ -19,7 +19,6 @@ MAKE: dict[str, Any] = {
     "hidden": 32,
     "layers": 2,
     "heads": 2,
-    "kv_heads": 1,
     "head_dim": 16,
     "context": 128,
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
 from practicum.engines.hosted_engine import HostedEngine
+from practicum.engines.torch.make_torch import TorchKind
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.learning.learner import Learner
 from practicum.recipe.schema.recipe import Recipe
@@ -24,7 +25,6 @@ from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import TeacherRole
-from practicum.runtime import local
 from practicum.runtime.local import LocalRoles, start_local
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.stream import make_stream
@@ -73,7 +73,7 @@ def train_late(recipe: Recipe, lag: int) -> tuple[list[dict[str, float]], Weight
 
 def engines_in_threads(patch: pytest.MonkeyPatch) -> None:
     """Engines work in this process, as on accelerators: a process of their own takes seconds to start."""
-    patch.setattr(local, "has_engine_process", lambda recipe: False)
+    patch.setattr(TorchKind, "hosts_lag", False)
 
 
 def delay_everything(patch: pytest.MonkeyPatch, seed: int, most: float = 0.02) -> None:

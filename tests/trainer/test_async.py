@@ -35,7 +35,7 @@ from .test_run import metrics_of, same_run, stop_after, weights_of
 REWARD = {"reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}}
 REFILLED = REWARD | {
     "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
-    "buffer": {"filter_flat_groups": True, "max_refills": 50},
+    "refills": 50,
     "train": TINY["train"] | {"minibatches": 2},
 }
 DECOUPLED = REWARD | {"algorithm": {"mismatch": {"weights": "token"}}, "train": TINY["train"] | {"epochs": 2}}
@@ -101,7 +101,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
     save_classifier(folder / "judge")
     judge = {"model": str(folder / "judge"), "label": 1}
     judged = {"reward": REWARD["reward"] | {"models": {"judge": judge}}}
-    moe = {"family": "qwen3_moe", "experts": 4, "experts_per_token": 2}
+    moe = {"family": "qwen3_moe", "experts": 4}
     return {
         "decoupled": DECOUPLED,
         "gspo": REWARD | {"algorithm": {"loss": "gspo", "advantage": "rloo"}},

@@ -107,7 +107,7 @@ def test_whoever_stops_answering_ends_the_run_with_its_name(
     taught = {"teachers": {"t": teacher}, "distill": {"signal": "top_k", "top_k": 4}, "model": {"make": MAKE}}
     late = {"train": STEPS | {"steps": 50}, "rollout": TINY["rollout"] | {"deadline_s": 20}}
     sections = late_on_ray(LAG | taught | late)
-    sections["runtime"] |= {"start_s": 240, "stage_s": 20, "max_deaths": 0}
+    sections["runtime"] |= {"stage_s": 20, "max_deaths": 0}
     act, named = STOPPED[who]
     before_steps(monkeypatch, {3: act})
     with pytest.raises(PracticumError, match=named):

@@ -250,7 +250,7 @@ SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
         {
             "distill": {},
             **JUDGED,
-            "buffer": {"filter_flat_groups": True, "max_refills": 20},
+            "refills": 20,
             "algorithm": {"kl": {"place": "loss"}},
         },
     ],

@@ -21,7 +21,7 @@ from ..teachers.tiny_teachers import save_teacher
 from .recipes import tiny
 from .test_run import metrics_of, weights_of
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "context": 128}
+SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 128}
 MOE = {"make": {"family": "qwen3_moe", "experts": 4, **SMALL}}
 EYES = {"make": {"family": "qwen2_5_vl", **SMALL}}
 PICTURES = {
@@ -64,13 +64,6 @@ def test_experts_learn_with_teachers_padding_and_several_trajectories(tmp_path: 
         assert row["train/gap_max"] < 1e-4
         assert row["train/router_load_max"] >= 1
         assert 0 <= row["train/router_moved"] <= 1
-
-
-def test_experts_route_by_themselves_if_the_recipe_says_so(tmp_path: Path):
-    train = {**CUT["train"], "replay_experts": False}
-    rows = trained(tmp_path, model=MOE, train=train, **UNEVEN)
-    assert all("train/router_moved" not in row for row in rows)
-    assert all("train/router_load_max" in row for row in rows)
 
 
 def test_experts_with_a_critic_and_a_reference_train(tmp_path: Path):

@@ -108,6 +108,14 @@ def test_a_run_on_ray_is_the_local_run(
 
 
 @pytest.mark.long
+def test_an_agent_behind_the_endpoint_on_ray_is_the_local_one(tmp_path: Path):
+    sections = GRPO | {"agent": {"loop": {"function": "tests.trainer.test_agents:asks"}}}
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
+    train_loaded(tiny(tmp_path, **on_ray(sections)), tmp_path / "ray")
+    assert_same_run(tmp_path / "local", tmp_path / "ray", 0.0)
+
+
+@pytest.mark.long
 def test_an_adapter_on_ray_is_the_local_one(tmp_path: Path):
     """Ranks read their shards of the base out of its file."""
     start = save_teacher(tmp_path / "start", seed=0, scale=1.0)

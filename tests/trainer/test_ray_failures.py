@@ -92,7 +92,7 @@ def fragile(
     """The recipe on Ray; deadlines are short, but not for a machine that is busy."""
     found = on_ray(sections, ranks=ranks, store=store)
     found["rollout"] = sections["rollout"] | {"replicas": 1}
-    found["runtime"] |= {"start_s": 240, "stage_s": 60, "max_deaths": deaths}
+    found["runtime"] |= {"stage_s": 60, "max_deaths": deaths}
     return found
 
 

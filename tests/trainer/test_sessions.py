@@ -85,7 +85,7 @@ def test_rewards_of_a_loop_stand_in_place_of_the_recipes(tmp_path: Path):
 
 @pytest.mark.parametrize("loop", ["uneven", pytest.param("some_fail", marks=pytest.mark.long)])
 def test_runs_with_sessions_repeat_and_resume(tmp_path: Path, loop: str):
-    options = ("train.minibatches=2", "checkpoint.every=2", "eval.every=2", "buffer.filter_flat_groups=true")
+    options = ("train.minibatches=2", "checkpoint.every=2", "eval.every=2", "refills=4")
     options = (*options, 'reward.functions=[{use: "tests.trainer.rewards:even_length"}]')
     loaded = tiny(tmp_path, f"agent.loop={HERE}:{loop}", *options)
     train_loaded(loaded, tmp_path / "whole")

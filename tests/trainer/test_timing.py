@@ -22,7 +22,7 @@ from .test_run import metrics_of, same_run, stop_after
 TOKEN = {"algorithm": {"mismatch": {"weights": "token"}}}
 ROLLOUT = {"algorithm": {"old_logprobs": "rollout"}, "train": TINY["train"] | {"minibatches": 2}}
 REFILLS = {
-    "buffer": {"filter_flat_groups": True, "max_refills": 50},
+    "refills": 50,
     "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
 }
 FEW_SLOTS = {"rollout": TINY["rollout"] | {"slots": 5}}
@@ -54,7 +54,7 @@ def whole_and_resumed(folder: Path, seed: int, *overrides: str, **sections: Any)
 
 def run_of_turns(folder: Path, loop: str, sections: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     overrides = ["train.steps=2", "eval.rows=2"]
-    agent = {"loop": loop}
+    agent = {"loop": loop, "message": "no"} if loop == "retry" else {"loop": loop}
     return whole_and_resumed(folder, seed, *overrides, agent=agent, **(FEW_SLOTS | sections))
 
 

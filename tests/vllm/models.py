@@ -25,7 +25,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 
 KV_BYTES = 16 * 2**20
-MAKE = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32, "context": 128}
+MAKE = {"hidden": 64, "layers": 2, "heads": 2, "head_dim": 32, "context": 128}
 
 
 def make_tiny(seed: int = 0, **more: Any) -> PreTrainedModel:

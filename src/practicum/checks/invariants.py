@@ -69,18 +69,14 @@ def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
     return math.inf if any(map(math.isnan, gaps)) else sum(gaps) / max(1, len(gaps))
 
 
-LOGPROB_GAP_MAX = 0.05
-"""Largest mean |difference| in nats between logprobs of the rollout and of the learner."""
-
-
-def logprob_gap(metrics: Mapping[str, float]) -> str | None:
+def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:
     """Rollout and learner agree on the logprobs of fresh tokens."""
     gap = metrics.get("gap_mean")
-    if gap is None or gap <= LOGPROB_GAP_MAX:
+    if gap is None or gap <= limit:
         return None
     return (
         f"rollout and learner logprobs differ by {gap:.3g} nats per token on average "
-        f"(at most {metrics.get('gap_max', math.nan):.3g}); expected at most {LOGPROB_GAP_MAX:g}. "
+        f"(at most {metrics.get('gap_max', math.nan):.3g}); checks.logprob_gap_max is {limit:g}. "
         "The engine's weights, numbers or sampling settings are not the learner's"
     )
 

@@ -25,7 +25,7 @@ class Watch:
     """Applies the recipe's level to each check's finding. `own` are the user's checks, by name."""
 
     def __init__(self, checks: Checks, report: Callable[[str], None]) -> None:
-        self._level, self.report = checks.level, report
+        self._level, self.logprob_gap_max, self.report = checks.level, checks.logprob_gap_max, report
         self.own = {short_name(use): use for use in checks.own}
         self.fired: Counter[str] = Counter()
 

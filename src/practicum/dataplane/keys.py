@@ -50,6 +50,10 @@ class Tags:
     tool_errors: int = 0
     breaks: int = 0
     retries: int = 0
+    requests: dict[str, int] | None = None
+    """Counts of the HTTP requests of the session's agent, on its last row."""
+    clients: tuple[str, ...] = ()
+    """Path and client of each of them."""
     given_reward: float | None = None
     """The reward that the agent loop gave this trajectory; trajectories without one are scored."""
     reward: float | None = None

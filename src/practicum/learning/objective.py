@@ -128,7 +128,7 @@ class DistillSettings:
     def _distributions(
         self, logits_CV: Tensor, rows: slice, columns: Columns, target_M: Tensor
     ) -> tuple[Tensor, ...]:
-        kind = self.distill.divergence
+        kind, beta = self.distill.divergence, self.distill.beta
         scaled_CV = scaled_logits(logits_CV, self.temperature)
         top: tuple[Tensor, ...] = ()
         if self.distill.signal == "top_k":
@@ -138,12 +138,12 @@ class DistillSettings:
             if kind in ON_TOP_K:  # whole distributions were sampled from, so at temperature 1 both are equal
                 sampler_M = columns["rollout_logprobs" if "rollout_logprobs" in columns else "plain_logprobs"]
                 sampled = SampledTokens(target_M[rows], columns["teacher_logprobs"][rows], sampler_M[rows])
-            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK, sampled=sampled)
+            loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK, beta=beta, sampled=sampled)
         else:
             own_CV = self._teacher_logits(columns["teacher_hidden"][rows], columns["teacher"][rows])
             teacher_CV = scaled_logits(own_CV, self.temperature)
             ids_CK = teacher_CV.topk(min(self.distill.top_k, teacher_CV.shape[1])).indices
-            loss_C, gap_C = full_divergence(kind, scaled_CV, teacher_CV.to(scaled_CV.dtype))
+            loss_C, gap_C = full_divergence(kind, scaled_CV, teacher_CV.to(scaled_CV.dtype), beta=beta)
             if "recorded" in columns:
                 recorded_C = columns["recorded"][rows]
                 ids_MK = ids_CK[recorded_C]

@@ -48,7 +48,7 @@ class PackedModel:
         head: nn.Module | None = None,
     ) -> None:
         self.model, self.parallel = model, parallel
-        self.routes, self._replays = routes_of(model), train.replay_experts
+        self.routes = routes_of(model)
         self._root: Root | None = None
         if parallel is not None:
             heads = [] if head is None else [head]
@@ -238,7 +238,7 @@ class PackedModel:
             theirs.append(hidden_N[prompt.shape[0] - 1 :])
             experts.append(experts_N)
         extras = None
-        if self.routes is not None and self._replays:
+        if self.routes is not None:
             # Replayed: rounding may turn a router's choice between two experts that are almost alike.
             extras = RowExtras(routed_experts=Ragged.from_rows([pad(e, (0, 0, 0, 0, 0, 1)) for e in experts]))
         rows = RowSpans(Ragged.from_rows(prompts), Ragged.from_rows(responses), extras)

@@ -21,6 +21,9 @@ from practicum.models.lora import copy_on_base
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
+VALUE_CLIP = 0.2
+"""Clip range of the value loss."""
+
 
 class ValueLearner(TrainedModel):
     """Values before each response token."""
@@ -100,11 +103,10 @@ class ValueLearner(TrainedModel):
     def _loss(self, packed: Packed, old_M: Tensor, returns_M: Tensor, means: TokenMeans) -> Tensor:
         values_M = self._values(packed)
         old_M, returns_M = old_M.to(values_M.device), returns_M.to(values_M.device)
-        loss_M, clipped_M = value_loss(values_M, old_M, returns_M, self.recipe.clip)
+        loss_M, clipped_M = value_loss(values_M, old_M, returns_M, VALUE_CLIP)
         means.add("value_loss", loss_M)
         means.add("value_mean", old_M)
-        if self.recipe.clip is not None:
-            means.add("value_clipped", clipped_M)
+        means.add("value_clipped", clipped_M)
         return loss_M.sum()
 
 

@@ -48,11 +48,11 @@ _CLIPPED = frozenset({"clip_low", "clip_high", "entropy"})
 
 ESTIMATORS: dict[str, EstimatorTraits] = {
     "none": EstimatorTraits(),
-    "gae": EstimatorTraits(critic=True, reads=frozenset({"lam"})),
+    "gae": EstimatorTraits(critic=True, reads=frozenset({"gamma", "lam"})),
     "grpo": EstimatorTraits(compares_groups=True, centred=True),
     "dr_grpo": EstimatorTraits(compares_groups=True, centred=True),
     "rloo": EstimatorTraits(compares_groups=True, centred=True),
-    "reinforce_pp": EstimatorTraits(),
+    "reinforce_pp": EstimatorTraits(reads=frozenset({"gamma"})),
     "reinforce_pp_baseline": EstimatorTraits(compares_groups=True),
     "remax": EstimatorTraits(greedy_baseline=True),
 }

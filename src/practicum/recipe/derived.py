@@ -124,7 +124,7 @@ def made_sizes(make: MakeModel) -> dict[str, Any]:
         kinds = "linear_attention", "full_attention"
         sizes["layer_types"] = [kinds[i % 2] for i in range(make.layers)]
     if make.family == "qwen3_moe":
-        sizes |= {"num_experts": make.experts, "num_experts_per_tok": make.experts_per_token}
+        sizes |= {"num_experts": make.experts, "num_experts_per_tok": 2}
         # As much work for a token as in a dense model of this width.
-        sizes["moe_intermediate_size"] = max(1, 3 * make.hidden // make.experts_per_token)
+        sizes["moe_intermediate_size"] = max(1, 3 * make.hidden // 2)
     return sizes

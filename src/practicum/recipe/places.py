@@ -26,6 +26,7 @@ _FILES = (
     "teachers.*.adapter",
     "teachers.*.tokenizer",
     "reward.models.*.model",
+    "agent.loop.command.*",
 )
 """Keys whose values are files, patterns of files, or folders of models and datasets."""
 _FUNCTIONS = (
@@ -33,6 +34,7 @@ _FUNCTIONS = (
     "tasks.*.rewards.*.use",
     "tasks.*.map",
     "agent.loop",
+    "agent.loop.function",
     "agent.tools.*",
     "agent.tools.*.use",
     "algorithm.advantage",
@@ -87,7 +89,8 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
         if above not in origins or (is_function and split_function(written) is None):
             continue
         place, holder[key] = _find(path, written, origins[above], source.parent, is_function)
-        if place.taken is not None or not is_function:  # a module that is in neither place is installed
+        # A module that is in neither place is installed; an argument of a command may be no file.
+        if place.taken is not None or not (is_function or path.startswith("agent.loop.command")):
             places.append(place)
     return places
 

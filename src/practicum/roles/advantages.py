@@ -117,6 +117,7 @@ class AdvantageRole:
                 if step.baselines
                 else None,
                 values_N=columns.ragged("values").values if "values" in columns else None,
+                gamma=algorithm.gamma,
                 lam=algorithm.lam,
             )
         )

@@ -150,5 +150,5 @@ def field_widths(distill: Distill | None, model: PreTrainedModel, teacher_width:
 def check_fields(plan: Plan, model: PreTrainedModel) -> None:
     """Raise a RecipeError if experts are to be replayed that the model can't record."""
     if any("routed_experts" in stage.writes for stage in plan) and routes_of(model) is None:
-        found = f"true with {type(model).__name__}, whose routers can't be recorded and replayed"
-        raise RecipeError("train.replay_experts", found, "false")
+        found = f"a {type(model).__name__}, whose routers can't be recorded and replayed"
+        raise RecipeError("model", found, "another model")

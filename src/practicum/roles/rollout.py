@@ -393,6 +393,8 @@ class SessionRunner:
                 tool_calls=trajectory.tool_calls,
                 tool_errors=trajectory.tool_errors,
                 breaks=trajectory.breaks,
+                requests=trajectory.requests,
+                clients=trajectory.clients,
                 trace=trajectory.trace,
                 given_reward=ended.result.row_rewards()[i],
             )

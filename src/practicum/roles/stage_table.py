@@ -100,7 +100,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     weighs, loss = recipe.corrects_mismatch, f"algorithm.loss is {algorithm.loss}"
     warmup = 0 if recipe.critic is None else recipe.critic.warmup_steps
     streamed = all(teacher.scores_during_rollout for teacher in recipe.teachers.values())
-    replayed = traits.moe and recipe.train.replay_experts and not supervised
+    replayed = traits.moe and recipe.rollout.engine_traits.reports_experts and not supervised
 
     vision, images = _if(traits.vision, *VISION_FIELDS), _if(traits.vision, "multi_modal_inputs")
     experts = _if(replayed, "routed_experts")

@@ -163,7 +163,7 @@ class StudentRole:
         if first and stale:
             self.watch("sample_size", invariants.sample_size(metrics))
         elif first:
-            self.watch("logprob_gap", invariants.logprob_gap(metrics))
+            self.watch("logprob_gap", invariants.logprob_gap(metrics, self.watch.logprob_gap_max))
 
     def _update_batch(
         self, batch: BatchRef, columns: Columns, rows: Sequence[int], facts: BatchFacts

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from practicum.engines.protocol import Engine, ScoreOptions, ScoreRequest, Scores
+from practicum.processes.http_server import Refusal
 from practicum.teachers.prompt_logprobs import KEY, pack
 from practicum.user_code import shorten
 
@@ -24,14 +25,6 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 MOST_ENTRIES = 2**22
 MOST_PACKED = 2**24
 """Logprobs of one response: in vLLM's form and packed. The first take some 300 bytes each."""
-
-
-class Refusal(Exception):
-    """A request that the server refuses, with an HTTP status."""
-
-    def __init__(self, status_code: int, message: str) -> None:
-        super().__init__(message)
-        self.status_code = status_code
 
 
 class PackedRequest(BaseModel):

@@ -21,9 +21,10 @@ from practicum.models.adapter_files import SavedAdapter
 from practicum.models.load_model import load_model, require_known_layers, skeleton
 from practicum.models.lora import put_adapters
 from practicum.models.model_files import must_read, read_config
+from practicum.processes.http_server import CONNECTIONS, make_server
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Dtype
-from practicum.serving.app import CONNECTIONS, make_app, make_server
+from practicum.serving.app import scoring_app
 from practicum.serving.completions import RequestScorer
 
 KEY_ENV = "PRACTICUM_API_KEY"
@@ -98,7 +99,7 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
     engine = TorchEngine(model, slots=1, context=2)
     scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)
     folders = {name: str(saved.folder) for name, saved in server.adapters.items()}
-    app = make_app(scorer, {server.name: options.model} | folders, server.max_body, options.api_key)
+    app = scoring_app(scorer, {server.name: options.model} | folders, server.max_body, options.api_key)
     say(announcement(server, int(bound.getsockname()[1])))  # the socket listens already
     make_server(app, options.connections).run(sockets=[bound])
 

@@ -9,13 +9,15 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import Sampling
 from practicum.errors import EngineError, PracticumError, RecipeError, SessionError
 from practicum.recipe.own_parts import find_function
-from practicum.recipe.schema.rollout_sections import Agent, Retry
+from practicum.recipe.schema.rollout_sections import Agent, CommandLoop, FunctionLoop, Retry
+from practicum.sessions.endpoint.programs import check_function, run_command, run_function
 from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.tool import ToolError
 from practicum.sessions.tools.tool_calls import BadCall, Call, read_calls
@@ -98,8 +100,8 @@ def _number(reward: object) -> float:
 
 _LOOPS_OWN = (SessionError, ToolError)
 """Errors with a sentence that are the loop's fault."""
-FEEDBACK = "wrong. try again."
-"""What the loop retry tells the model after a miss."""
+MESSAGES = {"retry": "That is not right. Try again.", "compress": "Summarise what matters for going on."}
+"""What a loop tells the model, if agent.message is unset."""
 _CLEANUP_S = 1.0
 """Seconds that a loop has to end after it was cancelled."""
 
@@ -242,7 +244,7 @@ async def _answer(session: Session, call: Call | BadCall) -> Message:
 async def retry(session: Session) -> None:
     """Answers until the task's checker says that one is right, in agent.turns tries; the last one counts.
 
-    After a miss the model reads FEEDBACK, and nothing else about what was wrong.
+    After a miss the model reads agent.message, and nothing else about what was wrong.
     """
     if session.check is None:
         raise EngineError(f"agent loop retry needs a checker, and task {session.prompt.task} has none")
@@ -250,19 +252,19 @@ async def retry(session: Session) -> None:
     for _ in range(session.agent.turns - 1):
         if turn.finish == "context" or session.check(turn.text) >= 1.0:
             return
-        turn = await session.generate([user(FEEDBACK)])
+        turn = await session.generate([user(session.agent.message or MESSAGES["retry"])])
 
 
 async def compress(session: Session) -> None:
     """Turns and tool calls as in tool_use. In a context that is full the model is asked for a summary
-    (agent.ask_summary), and a new trajectory opens with the prompt and the summary.
+    (agent.message), and a new trajectory opens with the prompt and the summary.
 
     A summary is one of the agent.turns turns, and never the last one.
     """
-    new: list[Message] = []
+    new, ask = list[Message](), user(session.agent.message or MESSAGES["compress"])
     for left in reversed(range(session.agent.turns)):
         full = left > 0 and is_full(session, new)
-        turn = await session.generate([*new, user(session.agent.ask_summary)] if full else new or None)
+        turn = await session.generate([*new, ask] if full else new or None)
         if not turn.tokens or not left:
             return
         if full:
@@ -293,8 +295,13 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def find_loop(name: str) -> Loop:
-    """A built-in loop, or a user's `package.module:function`."""
+def find_loop(name: str | CommandLoop | FunctionLoop) -> Loop:
+    """A built-in loop, a user's `package.module:function`, or an agent behind an HTTP endpoint."""
+    if isinstance(name, CommandLoop):
+        return partial(run_command, name)
+    if isinstance(name, FunctionLoop):
+        check_function(name)
+        return partial(run_function, name)
     if name in LOOPS:
         return LOOPS[name]
     function = find_function("loop", name, LOOPS, "agent.loop")

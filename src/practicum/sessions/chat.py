@@ -28,13 +28,14 @@ from practicum.user_code import encodable, short_repr
 class SessionStart:
     """A prompt as the model gets it; `messages` (the system's too) is None for a plain-text prompt.
 
-    `tools` are the schemas that the chat template shows to the model.
+    `tools` are the schemas that the chat template shows to the model, `options` are further arguments of it.
     """
 
     ids: list[int]
     images: Images | None = None
     messages: list[Message] | None = None
     tools: Sequence[Mapping[str, Any]] = field(default=())
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ class Chat:
                 tools=[dict(tool) for tool in self._start.tools] or None,
                 add_generation_prompt=ask,
                 tokenize=False,
+                **self._start.options,
             )
         except Exception as error:
             # Templates refuse roles they do not know with an error of the template engine.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,10 @@ class Trajectory:
     """What the loop says that this trajectory is worth, if it says so."""
     trace: str | None = None
     """The traceback of the first tool of the user's that raised in it."""
+    requests: dict[str, int] | None = None
+    """Counts of the session's HTTP requests, on its last trajectory."""
+    clients: tuple[str, ...] = ()
+    """Path and client of each of the requests."""
     experts: Tensor | None = None
     """Experts that the first tokens took [n, L, E]; the rest were never an input."""
 
@@ -91,6 +96,18 @@ class Trajectory:
         if ids:
             zeros = torch.zeros(len(ids))
             self.pieces.append(TokenSpan(torch.tensor(ids, dtype=torch.int64), False, zeros, zeros))
+
+    def drop_given(self) -> None:
+        """Remove given tokens at the end, which no turn follows."""
+        while self.pieces and not self.pieces[-1].sampled:
+            self.pieces.pop()
+
+    def drop_last(self) -> None:
+        """Remove the last turn, as if it had not been sampled."""
+        self.pieces.pop()
+        self.turns -= 1
+        self.drop_given()
+        self.experts = None if self.experts is None else self.experts[: max(0, len(self) - 1)]
 
     def ids(self) -> list[int]:
         return self.prompt_ids + [i for piece in self.pieces for i in piece.ids.tolist()]
@@ -254,8 +271,11 @@ class Session:
         *,
         max_new_tokens: int | None = None,
         stop: Collection[int] | None = None,
+        stop_texts: Collection[str] = (),
     ) -> ModelTurn:
         """Append what is new, then sample a turn; another length or other stop tokens, if given.
+
+        A turn ends with the token in which it has said one of `stop_texts`.
 
         Text is a user message in a chat, and goes as it is after a plain-text prompt. With no room left,
         nothing is appended or sampled. The distribution is the recipe's in every turn: it is the one that
@@ -288,6 +308,7 @@ class Session:
             generation = await self._policy.next(trajectory, sampling, counter, self)
         finally:
             self._busy = False
+        generation = self._cut(generation, stop_texts, len(trajectory))
         trajectory.add_sampled(generation)
         cut = generation.finish == "length" and room < most_tokens
         trajectory.finish = finish = "context" if cut else generation.finish
@@ -311,12 +332,27 @@ class Session:
 
         All tokens so far are the prompt of its first trajectory: they are trained where they were sampled.
         """
-        fork, now = copy(self), self.trajectory
-        fork._branch, fork._turn, fork._busy = (*self._branch, len(self._forks)), 0, False
-        fork._opened, fork._forks, fork._left = [], [], (now, now.turns)
-        fork._open(Trajectory(now.ids(), now.images, list(now.messages), now.turn_start))
-        self._forks.append(fork)
-        return fork
+        now = self.trajectory
+        return self.branch(
+            len(self._forks), Trajectory(now.ids(), now.images, list(now.messages), now.turn_start)
+        )
+
+    def branch(
+        self, name: int, trajectory: Trajectory | None = None, start: SessionStart | None = None
+    ) -> Session:
+        """Another session beside this one, as `fork`, that continues a trajectory or has yet to open one.
+
+        Its randomness depends on the name. `start` has other tools or template options for it.
+        """
+        branch = copy(self)
+        branch.__dict__.pop("_format", None)
+        branch.start = start or self.start
+        branch._branch, branch._turn, branch._busy = (*self._branch, name), 0, False
+        branch._opened, branch._forks, branch._left = [], [], (self.trajectory, self.trajectory.turns)
+        if trajectory is not None:
+            branch._open(trajectory)
+        self._forks.append(branch)
+        return branch
 
     def new_trajectory(self, context: New | None = None) -> Trajectory:
         """Open a context and continue with it: the prompt's, or another one as text, messages or tokens."""
@@ -379,7 +415,7 @@ class Session:
         """A trajectory and those of the forks that left it."""
         forks = [(fork, fork._left[1]) for fork in self._forks if fork._left and fork._left[0] is own]
         before = [t for fork, turns in forks if own.turns > turns for t in fork.trajectories]
-        after = [t for fork, turns in forks if own.turns == turns for t in fork.trajectories]
+        after = [t for fork, turns in forks if own.turns <= turns for t in fork.trajectories]
         return [*before, own, *after]
 
     def _of_messages(self, messages: list[Message]) -> Trajectory:
@@ -398,6 +434,27 @@ class Session:
         ended = bool(ids) and ids[-1] in self.sampling.stop
         content, end = (ids[:-1], ids[-1:]) if ended else (ids, [])
         return WrittenTurn(*(read(self.tokenizer, part, specials=True) for part in (content, end)))
+
+    def _cut(self, generation: Generation, stop_texts: Collection[str], before: int) -> Generation:
+        """Return the generation up to the token that completes a stop text. What engines sample after it is
+        dropped: a token depends only on those before it."""
+
+        def stops(count: int) -> bool:
+            text = read(self.tokenizer, generation.tokens[:count].tolist(), specials=False)
+            return any(stop in text for stop in stop_texts)
+
+        total = len(generation.tokens)
+        if not stop_texts or not stops(total):
+            return generation
+        end = bisect_left(range(total), True, key=stops)
+        return replace(
+            generation,
+            tokens=generation.tokens[:end],
+            logprobs=generation.logprobs[:end],
+            plain_logprobs=generation.plain_logprobs[:end],
+            finish="stop",
+            experts=None if generation.experts is None else generation.experts[: before + end - 1],
+        )
 
     def _next_turn(self) -> int:
         """The turn's number in its `Counter`: it depends on the try and the branch, never on time."""

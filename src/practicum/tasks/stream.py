@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
-from practicum.errors import DataError, PracticumError, RecipeError
+from practicum.errors import PracticumError, RecipeError
 from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.procedural import BuiltinTask, Split
 from practicum.tasks.prompt_order import Mixture, permutation
 from practicum.tasks.prompts import Prompt
-from practicum.tasks.rows import IMAGES, RowSource, find_fault, open_rows
-from practicum.tasks.tables import BLOCK, Blocks, Location, eval_location, load_dataset, train_location
+from practicum.tasks.rows import IMAGES, RowSource, open_rows
+from practicum.tasks.tables import eval_location, train_location
 
 LeftOut = Mapping[str, frozenset[int]]
 """Rows that are not used, by the text of their location."""
@@ -74,38 +73,6 @@ class ShuffledRows:
         return self.source.prompt(uid, self.rows[int(place)], epoch)
 
 
-@dataclass(frozen=True)
-class StreamedRows:
-    """Rows of a stream: block by block in the stream's order, the rows of a block shuffled.
-
-    A row is checked when it comes up. `head` are the first rows, which were checked before.
-    """
-
-    at: Location
-    head: RowSource
-    seed: int
-
-    @property
-    def identity(self) -> str:
-        reader = self.head.reader
-        return f"{self.at} {self.head.digest} {reader.prompt} {reader.answer} {IMAGES} {BLOCK}"
-
-    @cached_property
-    def _blocks(self) -> Blocks:
-        return Blocks(load_dataset(self.at, f"tasks.{self.head.reader.task}.{self.at.key}"))
-
-    def draw(self, uid: int, index: int) -> Prompt:
-        epoch, step, rows = self._blocks.find(index)
-        block, inner = divmod(step, BLOCK)
-        place = int(permutation(len(rows), self.seed, self.head.reader.task, epoch, block)[inner])
-        number = block * BLOCK + place
-        where = f"{self.at}, row {number + 1}"
-        row = self.head.change(rows[place], where)
-        if fault := find_fault(row, self.head.reader):
-            raise DataError(f"{where}: {fault}")
-        return self.head.to_prompt(uid, number, epoch, row)
-
-
 class PromptStream:
     """Prompts of all tasks, mixed by weight. `take` continues from `position`."""
 
@@ -158,8 +125,7 @@ def make_stream(
         if at is None:
             raise RecipeError(f"tasks.{name}", "neither kind nor file nor dataset", "one of them")
         rows = open_rows(name, task, at, name in needs_answer)
-        shuffled = ShuffledRows(rows, seed, used_rows(rows, left_out or {}))
-        sources.append(StreamedRows(at, rows, seed) if at.streaming else shuffled)
+        sources.append(ShuffledRows(rows, seed, used_rows(rows, left_out or {})))
     return PromptStream(tasks, sources, seed)
 
 

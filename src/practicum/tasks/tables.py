@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b, file_digest
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +25,6 @@ from practicum.errors import DataError, MissingExtraError, RecipeError
 from practicum.models.hub import is_unreachable, not_found
 from practicum.recipe.schema.recipe import Task
 from practicum.user_code import error_line
-
-BLOCK = 1024
-"""Rows of a stream that are read, and shuffled, together."""
-PREVIEW_ROWS = 2_000
-"""Rows of a stream that are checked before a run, and the most that are evaluated on."""
 
 
 class _Rows(Protocol):
@@ -200,7 +195,6 @@ class Location:
     dataset: str | None = None
     subset: str | None = None
     split: str = ""
-    streaming: bool = False
     key: str = "file"
     """The key of the task that names it."""
 
@@ -220,7 +214,7 @@ class Location:
 def train_location(task: Task) -> Location | None:
     """Return where the training rows are; None for a built-in task."""
     if task.dataset is not None:
-        return Location((), task.dataset, task.subset, task.split, task.streaming, "dataset")
+        return Location((), task.dataset, task.subset, task.split, "dataset")
     return _file_location(task.file, "file")
 
 
@@ -228,7 +222,7 @@ def eval_location(task: Task) -> Location | None:
     """Return where the evaluation rows are, if the task has some."""
     if task.dataset is None or task.eval_split is None:
         return _file_location(task.eval_file, "eval_file")
-    return Location((), task.dataset, task.subset, task.eval_split, task.streaming, "dataset")
+    return Location((), task.dataset, task.subset, task.eval_split, "dataset")
 
 
 def _file_location(files: str | list[str] | None, key: str) -> Location | None:
@@ -272,7 +266,7 @@ def open_dataset(at: Location, key: str) -> Table:
     assert at.dataset is not None
     folder, data = Path(at.dataset).expanduser(), load_dataset(at, key)
     folder = folder.absolute() if os.path.isdir(folder) else Path.cwd()
-    return Table([Part(_Arrow(list(islice(data, PREVIEW_ROWS)) if at.streaming else data), str(at), folder)])
+    return Table([Part(_Arrow(data), str(at), folder)])
 
 
 def load_dataset(at: Location, key: str) -> Any:
@@ -283,54 +277,15 @@ def load_dataset(at: Location, key: str) -> Any:
     try:
         if is_folder and any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(folder)
-            saved = saved[at.split] if isinstance(saved, dict) else saved
-            return saved.to_iterable_dataset() if at.streaming else saved
+            return saved[at.split] if isinstance(saved, dict) else saved
         path = str(folder) if is_folder else at.dataset
-        return datasets.load_dataset(path, at.subset, split=at.split, streaming=at.streaming)
+        return datasets.load_dataset(path, at.subset, split=at.split)
     except Exception as error:  # the library has many, and each means that it has no such data
         if unreachable and isinstance(error, OSError):
             raise not_found(key, at.dataset, "dataset") from None
         found = f"{at.dataset!r}, {f'subset {at.subset!r}, ' if at.subset else ''}split {at.split!r}"
         why = error_line(error.__cause__ or error)
         raise RecipeError(key, found, "a dataset that can be read", why) from None
-
-
-class Blocks:
-    """A stream's rows in blocks, in order, without end: the first row follows the last one again.
-
-    Consecutive blocks are read on; others by skipping from the beginning.
-    """
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-        self._rows: Iterator[dict[str, Any]] | None = None
-        self._number, self._block = -1, []
-        self._length: int | None = None
-
-    def find(self, index: int) -> tuple[int, int, Sequence[dict[str, Any]]]:
-        """Return epoch and number within it of position `index`, and the rows of its block."""
-        epoch, step = divmod(index, self._length or index + 1)
-        rows = self._read(step // BLOCK)
-        if step % BLOCK < len(rows):
-            return epoch, step, rows
-        return self.find(index)  # the end was not known before
-
-    def _read(self, number: int) -> Sequence[dict[str, Any]]:
-        if number == self._number:
-            return self._block
-        follows = number == self._number + 1 and self._rows is not None
-        if not follows:
-            self._rows = iter(self._data.skip(number * BLOCK) if number else self._data)
-        assert self._rows is not None
-        self._number, self._block = number, list(map(without_nulls, islice(self._rows, BLOCK)))
-        if len(self._block) < BLOCK:
-            self._rows = None
-            if self._length is None:
-                is_known = self._block or follows or not number
-                self._length = number * BLOCK + len(self._block) if is_known else sum(1 for _ in self._data)
-                if not self._length:
-                    raise DataError("a stream without rows")
-        return self._block
 
 
 def _stamp(path: Path) -> tuple[int, int]:

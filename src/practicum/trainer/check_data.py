@@ -1,6 +1,6 @@
 """Check a recipe's data and tokenizer before a run, in one pass over the rows: shape, vocabulary, length.
 
-All rows of files are checked; of a built-in task some draws, of a dataset that is streamed the first rows.
+All rows of files are checked; of a built-in task some draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from practicum.models.load_model import stop_ids
 from practicum.models.model_files import read_generation
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
-from practicum.sessions.attempts import FEEDBACK
+from practicum.sessions.attempts import MESSAGES
 from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
 from practicum.tasks.builtin import TASKS, find_kind
 from practicum.tasks.messages import user
@@ -114,7 +114,7 @@ class _TaskCheck:
             # A step's prompts are different ones: each task has a row for each of its prompts.
             rows, prompts = len(sources[0]), self.prompts
             rows -= len(self.report.left_out.get(sources[0].name, ()))
-            if rows < prompts and not task.streaming:
+            if rows < prompts:
                 found = f"{rows} rows of {sources[0].name} for {prompts} prompts of a step"
                 advice = "a step would train on a row several times: lower train.prompts, or add rows"
                 yield RecipeError(f"tasks.{self.name}", found, f"at least {prompts} rows", advice)
@@ -165,9 +165,7 @@ class _TaskCheck:
         if len(left_out) == len(source):
             found = f"skip, and all rows of {at} are too long"
             raise RecipeError(f"tasks.{self.name}.too_long", found, "rows that fit")
-        first, later = f"its first {len(source):,} rows are good", "later ones are checked as they come"
-        size = f"is streamed: {first}, {later}" if at.streaming else f"has {len(source)} rows"
-        report.findings.append(f"tasks.{self.name}: {at} {size}")
+        report.findings.append(f"tasks.{self.name}: {at} has {len(source)} rows")
         if is_held_out and (shared := len(self._held_out & self._trained)):
             which = f"{shared:,} of its {len(self._held_out):,} different evaluation prompts"
             report.findings.append(f"tasks.{self.name}: {which} are trained on too, so they are not held out")
@@ -228,11 +226,10 @@ def tokenizer_problems(
     if rollout.top_k > width:
         expected = f"at most the vocabulary's {width:,} tokens"
         yield RecipeError("rollout.top_k", f"{rollout.top_k}", expected, "0 keeps all of them")
-    texts = {"compress": ("agent.ask_summary", recipe.agent.ask_summary), "retry": ("agent.loop", FEEDBACK)}
-    key, text = texts.get(recipe.agent.loop, ("", ""))
+    text = recipe.agent.message or MESSAGES.get(str(recipe.agent.loop), "")
     if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
         found = f"unknown characters: {text!r}"
-        yield RecipeError(key, found, "a text that the model's tokenizer can write")
+        yield RecipeError("agent.message", found, "a text that the model's tokenizer can write")
     generation = None if recipe.model.path is None else read_generation(recipe.model.path)
     try:
         stop = stop_ids(generation, tokenizer, rollout.stop)

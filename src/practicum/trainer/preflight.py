@@ -209,10 +209,10 @@ def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str
                 f"train.lr {train.lr:g} looks like one for all weights of a model of width {width}: with "
                 "model.lora, ten times that rate is usual"
             )
-    if model_traits(model).moe and train.replay_experts and not known_traits(model).moe:
+    if model_traits(model).moe and not known_traits(model).moe:
         warnings.append(
             "the student's routers can't be recorded and replayed: near a tie the learner may take other "
-            "experts than the engine took (train.replay_experts has no effect)"
+            "experts than the engine took"
         )
     if model.make is not None and by_rewards_alone:
         warnings.append(

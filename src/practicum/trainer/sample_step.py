@@ -150,10 +150,10 @@ class StepSampler:
                 step.batch = step.rollout.demonstrate(step.prompts, TRAIN)
             step.rolled = [step.batch]
             return
-        filters, on_failure = recipe.buffer.filter_flat_groups, recipe.agent.on_failure
+        filters, on_failure = recipe.refills > 0, recipe.agent.on_failure
         groups = self._roll_out(step, step.prompts)
         kept = keep_groups(groups, filters, on_failure)
-        while filters and len(kept) < needed and refills < recipe.buffer.max_refills:
+        while len(kept) < needed and refills < recipe.refills:
             refills += 1
             new = self._roll_out(step, self._take(step, needed - len(kept)))
             groups += new
@@ -240,6 +240,9 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
         if calls:
             out["rollout/tool_calls"] = calls / len(ready)
             out["rollout/tool_errors"] = sum(t.tool_errors for t in ready) / calls
+    for t in ready:
+        for name, number in (t.requests or {}).items():
+            out[f"agent/{name}"] = out.get(f"agent/{name}", 0) + number
     out |= mean_by_name(sorted((f"reward/mean/{t.domain}", reward) for t, reward in judged))
     parts = ((name, x) for t, _ in judged for name, x in (t.reward_parts or {}).items())
     out |= mean_by_name((f"reward/part/{name}", x) for name, x in parts)

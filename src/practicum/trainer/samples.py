@@ -166,5 +166,6 @@ def _described(step: int, rows: Sequence[Row], prompt: Prompt) -> dict[str, Any]
         "finish": tags.finish,
         "version": [min(t.version_min for _, t, _ in rows), max(t.version_max for _, t, _ in rows)],
         "failure": tags.failure,
+        "requests": list(tags.clients) or None,
         "trajectories": trajectories,
     }

@@ -136,7 +136,7 @@ class StepRunner:
         for batch in sampled.rolled:
             self.watch("weight_version", invariants.weight_version(batch, sampled.version))
             self.watch("groups", invariants.groups(batch, sessions))
-        uids, filters = [prompt.uid for prompt in sampled.prompts], recipe.buffer.filter_flat_groups
+        uids, filters = [prompt.uid for prompt in sampled.prompts], recipe.refills > 0
         self.watch("groups", invariants.drawn(uids, sampled.rolled, sampled.batch, filters=filters))
 
     def _take_report(self, stage: StageSpec, step: StepInfo, report: Any) -> tuple[StepInfo, Metrics]:

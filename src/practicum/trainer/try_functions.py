@@ -118,6 +118,7 @@ def _try(
                     group_S=torch.tensor([0, 0, 1, 1]),
                     baseline_S=torch.zeros(4) if traits.greedy_baseline else None,
                     values_N=others_N if traits.critic else None,
+                    gamma=algorithm.gamma,
                     lam=algorithm.lam,
                 )
             )
@@ -135,7 +136,7 @@ def _try(
         case "divergence":
             assert distill is not None
             p, q = (torch.softmax(values.double().view(2, -1), -1) for values in (values_N, others_N))
-            terms = call(Buckets(p.requires_grad_().log() - q.log(), p, q))
+            terms = call(Buckets(p.requires_grad_().log() - q.log(), p, q, distill.beta))
             if fault := _fault(terms, "value", p):
                 return fault
             (slope,) = torch.autograd.grad(terms.value.sum(), p)

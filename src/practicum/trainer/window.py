@@ -79,7 +79,7 @@ class Window:
         shares_engine = recipe.sampling_engines == 1
         # The refills of a step decide where the next one's prompts begin; and an engine of all steps takes
         # the weights of each in turn.
-        self._one_by_one = recipe.buffer.filter_flat_groups or shares_engine
+        self._one_by_one = recipe.refills > 0 or shares_engine
         # An evaluation may have its turn before a step, on an engine of all steps.
         self._deadline_s = recipe.sampling_s * (2 if shares_engine else 1)
         self._under_way: dict[int, _UnderWay] = {}

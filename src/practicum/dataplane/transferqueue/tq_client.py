@@ -107,7 +107,7 @@ def start_servers(units: int, *, timeout_s: float) -> Servers:
         if isinstance(error, GetTimeoutError):
             raise DeadlineError(
                 f"TransferQueue's controller and {units} storage units were not up after {timeout_s:g} s: "
-                "the cluster is very busy, or runtime.start_s is too short"
+                "the cluster is very busy"
             ) from None
         if isinstance(error, RayActorError):
             raise StoreError(f"TransferQueue did not start: {error}") from error

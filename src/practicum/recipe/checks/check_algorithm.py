@@ -8,7 +8,7 @@ from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import ESTIMATORS, LOSSES, estimator_traits, loss_traits
 from practicum.recipe.checks.divergences import why_k1_is_dead
 from practicum.recipe.schema.algorithm_sections import KL_HORIZON, Algorithm, CriticSection
-from practicum.recipe.schema.recipe import Buffer, Recipe
+from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Distill, Teacher
 
 _CUT = "the engine's logprobs are those of the cut distribution, the learner's are not"
@@ -24,7 +24,7 @@ def check_algorithm(recipe: Recipe) -> Iterator[RecipeError]:
     yield from _sampling(algorithm, is_cut=recipe.cuts_sampling, has_policy_loss=recipe.has_policy_loss)
     if estimates:
         yield from _estimator(algorithm, recipe.critic, recipe.train.steps, recipe.rollout.samples)
-    yield from _flat_groups(algorithm, recipe.buffer, recipe.reward.weight)
+    yield from _flat_groups(algorithm, recipe.refills, recipe.reward.weight)
     if recipe.reward.weight == 0 and not recipe.is_supervised:
         yield from _without_reward(algorithm, recipe.distill, estimates)
     if recipe.corrects_mismatch:
@@ -99,17 +99,17 @@ def _estimator(
         yield RecipeError("rollout.samples", f"{samples} {with_advantage}", "at least 2", advice)
 
 
-def _flat_groups(algorithm: Algorithm, buffer: Buffer, reward_weight: float) -> Iterator[RecipeError]:
-    if not buffer.filter_flat_groups:
+def _flat_groups(algorithm: Algorithm, refills: int, reward_weight: float) -> Iterator[RecipeError]:
+    if not refills:
         return
     if reward_weight == 0:
         advice = "groups are flat in rewards, and none is learnt from"
-        yield RecipeError("buffer.filter_flat_groups", "true with reward.weight 0", "false", advice)
+        yield RecipeError("refills", f"{refills} with reward.weight 0", "0", advice)
     elif not estimator_traits(algorithm.advantage).compares_groups:
         names = sorted(name for name, traits in ESTIMATORS.items() if traits.compares_groups)
-        found = f"true with algorithm.advantage {algorithm.advantage}"
+        found = f"{refills} with algorithm.advantage {algorithm.advantage}"
         advice = f"only {', '.join(names)} learn nothing from equal rewards"
-        yield RecipeError("buffer.filter_flat_groups", found, "false, or a group estimator", advice)
+        yield RecipeError("refills", found, "0, or a group estimator", advice)
 
 
 def _without_reward(algorithm: Algorithm, distill: Distill | None, estimates: bool) -> Iterator[RecipeError]:

@@ -17,9 +17,6 @@ def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
     traits, student_heads = model_traits(model), _heads(model)
     yield from _computes("rollout", rollout, "model.dtype", model.dtype, traits.vision)
     yield from _settings("rollout", rollout, student_heads)
-    if traits.moe and recipe.train.replay_experts and not rollout.engine_traits.reports_experts:
-        found, advice = f"true with rollout.engine {rollout.engine}", "it does not report a token's experts"
-        yield RecipeError("train.replay_experts", found, "false, or another engine", advice)
     if recipe.on_ray and rollout.engine_devices > 1:
         yield from _several_devices(rollout, rollout.replicas, recipe.pools.rollout)
     for name, teacher in teachers.items():

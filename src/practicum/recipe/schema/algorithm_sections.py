@@ -102,6 +102,9 @@ class Algorithm(Section):
         *_option("loss", "clip_high"),
         ge=0,
     )
+    gamma: float = key(
+        1.0, "Discount per token (gae, reinforce_pp).", *_option("advantage", "gamma"), gt=0, le=1
+    )
     lam: float = key(1.0, "GAE's lambda.", *_option("advantage", "lam"), ge=0, le=1)
     entropy: float = key(0.0, "Weight of the entropy bonus.", _option("loss", "entropy")[1], ge=0)
     kl: Kl = key(Kl(), "Penalty against a reference policy.")
@@ -121,4 +124,3 @@ class CriticSection(Section):
 
     lr: float = key(1e-4, "Learning rate.", gt=0)
     warmup_steps: int = key(0, "Steps in which only the critic learns.", ge=0)
-    clip: float | None = key(0.2, "Clip range of the value loss; off if null.", gt=0)

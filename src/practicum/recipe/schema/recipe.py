@@ -19,7 +19,6 @@ from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, Held, RewardModel, Route, Teacher
 
-_KV_HEADS = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen2_5_vl", refused=False)
 _HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
 _WITH_CRITIC = read_if(
@@ -79,12 +78,15 @@ class MakeModel(Section):
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
-    heads: int = key(4, "Attention heads.", ge=1)
-    kv_heads: int = key(2, "Key/value heads, a divisor of heads (not for gpt2).", _KV_HEADS, ge=1)
+    heads: int = key(4, "Attention heads, with half as many for keys and values (gpt2: as many).", ge=1)
     head_dim: int = key(32, "Width of one head (gpt2, qwen2_5_vl: hidden / heads).", _HEAD_DIM, ge=4)
     context: int = key(512, "Longest sequence in tokens.", ge=16)
-    experts: int = key(8, "Experts of each layer (qwen3_moe).", _MOE, ge=2)
-    experts_per_token: int = key(2, "Experts that a token takes (qwen3_moe).", _MOE, ge=1)
+    experts: int = key(8, "Experts of each layer, of which a token takes two (qwen3_moe).", _MOE, ge=2)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.heads % 2 else self.heads // 2
 
 
 class Lora(Section):
@@ -165,9 +167,6 @@ class Task(Section):
     subset: str | None = key(None, "Subset (configuration) of the dataset.", _DATASET)
     split: str = key("train", "Split of the dataset to train on.", _DATASET)
     eval_split: str | None = key(None, "Split of the dataset to evaluate on.", _DATASET)
-    streaming: bool = key(
-        False, "Read the dataset's rows as they are needed, in its order, shuffled in blocks.", _DATASET
-    )
     map: str | None = key(
         None, "package.module:function that takes each row, a dict, and returns the row to use.", _ROWS
     )
@@ -223,16 +222,6 @@ class Train(Section):
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
     gradient_checkpointing: bool = key(False, "Recompute activations to save memory.")
-    replay_experts: bool = key(True, "The learner takes the experts that the engine took (MoE models).")
-
-
-class Buffer(Section):
-    """Which finished groups are trained on."""
-
-    filter_flat_groups: bool = key(False, "Leave out groups whose rewards are all equal, and refill (DAPO).")
-    max_refills: int = key(
-        4, "Further rollouts a step may make to refill.", read_with("buffer.filter_flat_groups"), ge=0
-    )
 
 
 class Eval(Section):
@@ -281,6 +270,9 @@ class Checks(Section):
     model_config = ConfigDict(json_schema_extra=or_short_form("level"))
 
     level: Level = key("error", "error stops the run, warn reports, off does not look.")
+    logprob_gap_max: float = key(
+        0.05, "Largest mean |difference| in nats between logprobs of the rollout and of the learner.", gt=0
+    )
     own: list[OwnName] = key([], "Checks of your own, such as [package.module:name].")
 
 
@@ -314,7 +306,12 @@ class Recipe(Section):
     train: Train = key(Train(), "Optimizer and size of a step.")
     critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
     stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
-    buffer: Buffer = key(Buffer(), "Which groups are trained on.")
+    refills: int = key(
+        0,
+        "Further rollouts that a step may make to replace groups whose rewards are all equal (DAPO); 0: they "
+        "are trained on.",
+        ge=0,
+    )
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
     checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")
     track: Track = key(Track(), "Where metrics go.")
@@ -330,7 +327,7 @@ class Recipe(Section):
     @property
     def counts(self) -> Counts:
         """The sizes of a step, and totals."""
-        train, buffer = self.train, self.buffer
+        train = self.train
         return Counts(
             supervised=self.is_supervised,
             steps=train.steps,
@@ -340,7 +337,7 @@ class Recipe(Section):
             epochs=train.epochs,
             minibatches=train.minibatches,
             minibatch_rows=train.minibatch_rows,
-            refills=buffer.max_refills if buffer.filter_flat_groups else 0,
+            refills=self.refills,
         )
 
     @property
@@ -351,7 +348,7 @@ class Recipe(Section):
     @property
     def sampling_s(self) -> float:
         """Deadline in seconds for sampling a step, above those of rollouts and rewards."""
-        rounds = 1 + (self.buffer.max_refills if self.buffer.filter_flat_groups else 0)
+        rounds = 1 + self.refills
         return 2 * rounds * self.rollout.deadline_s + 60.0
 
     @property

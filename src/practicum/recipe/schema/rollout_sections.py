@@ -92,11 +92,55 @@ _BY_MOST, _BY_TOOL_LOOPS = _read_by("tool_use", "retry", "compress"), _read_by("
 _BY_COMPRESS = _read_by("compress")
 
 
+class CommandLoop(Section):
+    """A program that calls the model through an HTTP endpoint."""
+
+    command: list[str] = key(
+        ...,
+        "A program and its arguments. {prompt} is the prompt and {prompt_file} a file with it; without them "
+        "it comes on standard input.",
+        min_length=1,
+    )
+
+    def __str__(self) -> str:
+        return " ".join(self.command)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.command))
+
+
+class FunctionLoop(Section):
+    """A function that calls the model through an HTTP endpoint."""
+
+    function: str = key(..., "package.module:function of an AgentTask; it may return the reward.")
+
+    def __str__(self) -> str:
+        return self.function
+
+
+_EXTERNAL = read_if(
+    lambda recipe: not isinstance(recipe.agent.loop, str),
+    "with agent.loop {0.agent.loop}",
+    "remove it, or set agent.loop to a command or function",
+)
+
+
 class Agent(Section):
     """What happens in a session: the loop, its turns and its tools."""
 
-    loop: str = key("single_turn", "single_turn, tool_use, retry, compress, or package.module:function.")
-    turns: int = key(8, "Most turns that a built-in loop takes.", _BY_MOST, ge=1)
+    loop: str | CommandLoop | FunctionLoop = key(
+        "single_turn",
+        "single_turn, tool_use, retry, compress, package.module:function, or an agent that calls the model "
+        "through an HTTP endpoint: {command: [...]} or {function: package.module:function}.",
+    )
+    turns: int = key(
+        8, "Most turns of a session; loops of the user's in Python set their own.", _BY_MOST, ge=1
+    )
+    strict: bool = key(
+        False,
+        "Refuse requests whose sampling settings are not the recipe's, instead of overriding them.",
+        _EXTERNAL,
+    )
     tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
         [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
     )
@@ -112,8 +156,11 @@ class Agent(Section):
         _BY_COMPRESS,
         ge=8,
     )
-    ask_summary: str = key(
-        "Summarise what matters for going on.", "How compress asks for a summary.", _BY_COMPRESS
+    message: str | None = key(
+        None,
+        "What retry tells the model after a miss, or how compress asks for a summary; unset: That is not "
+        "right. Try again. / Summarise what matters for going on.",
+        _read_by("retry", "compress"),
     )
     deadline_s: float | None = key(
         None,

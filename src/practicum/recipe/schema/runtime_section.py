@@ -64,7 +64,7 @@ class Runtime(Section):
     max_deaths: int = key(
         3, "Deaths of workers of one role (rollout, reward, a teacher) that a run survives.", ON_RAY, ge=0
     )
-    start_s: float = key(180.0, "Seconds in which all actors must be ready.", ON_RAY, gt=0)
+    reward_workers: int = key(1, "Processes that judge answers, one CPU each.", ON_RAY, ge=1)
     stage_s: float = key(1800.0, "Seconds one call of a learner may take.", ON_RAY, gt=0)
 
     @property

@@ -160,6 +160,11 @@ if TYPE_CHECKING:
     Divergence = str
 else:
     Divergence = Literal[(*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED)]
+_JSD = read_if(
+    lambda recipe: recipe.distill.divergence not in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {"jsd"},
+    "with distill.divergence {0.distill.divergence}",
+    "remove it, or set distill.divergence to jsd",
+)
 
 
 class Distill(Section):
@@ -177,6 +182,13 @@ class Distill(Section):
         "distribution (by its last hidden states; not with url).",
     )
     top_k: int = key(32, "Tokens of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
+    beta: float = key(
+        0.5,
+        "Weight of the teacher in jsd's mixture: towards 0 forward KL, towards 1 reverse KL.",
+        _JSD,
+        gt=0,
+        lt=1,
+    )
     through: Literal["loss", "advantage", "reward"] = key(
         "loss",
         "Back-propagate the divergence (loss), or use the negative estimate k1, k2 or k3 as each token's "

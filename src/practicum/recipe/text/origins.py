@@ -30,7 +30,7 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     ("tasks", "*"): {
         "kind": ("options",),
         "file": ("eval_file", "map", "prompt", "answer"),
-        "dataset": ("subset", "split", "eval_split", "streaming", "map", "prompt", "answer"),
+        "dataset": ("subset", "split", "eval_split", "map", "prompt", "answer"),
     },
     ("teachers", "*"): {
         "model": ("url", "adapter", "tokenizer", "dtype", "device", "concurrency", "api_key_env"),

@@ -127,7 +127,7 @@ def _join(runtime: Runtime) -> dict[str, Any]:
     if scheme and importlib.util.find_spec("grpc") is None:
         raise ClusterError(f"runtime.address {address} needs Ray's client: pip install 'ray[client]'")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), min(REACH_S, runtime.start_s)).close()
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
     except OSError as error:
         reason = (error.strerror or str(error) or "no answer").lower()
         raise ClusterError(
@@ -136,7 +136,7 @@ def _join(runtime: Runtime) -> dict[str, Any]:
             "runtime.address to start a cluster on this machine"
         ) from None
     if not scheme:
-        _require_health(address, min(HEALTH_S, runtime.start_s))
+        _require_health(address, HEALTH_S)
     return {"address": address}
 
 

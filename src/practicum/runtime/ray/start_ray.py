@@ -18,6 +18,7 @@ from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import StoreHandle
 from practicum.dataplane.transferqueue.transferqueue_store import start_transferqueue
 from practicum.observe.records.record_files import RecordPlace
+from practicum.processes.host import START_S
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.reward_scorer import judge_room
 from practicum.runtime.ray.actor_calls import ask_async
@@ -40,13 +41,13 @@ def start_ray(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | No
         cluster = Cluster.open(recipe, plan)
         undo.callback(cluster.close)
         if runtime.store == "ray":
-            handle = start_ray_store(runtime.start_s)
+            handle = start_ray_store(START_S)
         else:
-            handle = start_transferqueue(recipe.pools.train.nodes, start_s=runtime.start_s)
+            handle = start_transferqueue(recipe.pools.train.nodes, start_s=START_S)
         undo.callback(handle.close)
         starter = _Starter(recipe, plan, watch, cluster, handle, record)
         work = starter.everyone()
-        group, pools, stop = run_async(work, timeout=runtime.start_s, owner="the start of all workers")
+        group, pools, stop = run_async(work, timeout=START_S, owner="the start of all workers")
         latest = {"stop": stop, "student": starter.student, "copies": starter.copies}
         roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, **latest)
         undo.pop_all()
@@ -84,7 +85,7 @@ class _Starter:
         # Colocated reward models are woken one at a time, by one call at a time.
         waits = any(not model.scores_during_rollout for model in recipe.reward.models.values())
         options = {"max_concurrency": 1} if waits else {}
-        reward_workers = recipe.pools.train.nodes if recipe.computes_reward or recipe.evaluates else 0
+        reward_workers = recipe.runtime.reward_workers if recipe.computes_reward or recipe.evaluates else 0
         start_reward = partial(self._begun, RewardWorker, "reward", lambda: judges, **options)
         start_rollout = partial(self._begun, RolloutWorker, "rollout", lambda: dict(self.student))
         pools = ReplicaPools(
@@ -112,7 +113,7 @@ class _Starter:
         await gather_all(pool.start() for pool in teachers.values())
         heads = {}
         if recipe.distill is not None and recipe.distill.signal == "full":
-            heads = {name: await output_head(teachers[name], recipe.runtime.start_s) for name in teachers}
+            heads = {name: await output_head(teachers[name], START_S) for name in teachers}
         meeting = await self._ask(group.workers[0].meeting_point.remote(), group.names[0])
         calls = [
             worker.begin.remote(rank, meeting, list(heads), *heads.values())
@@ -122,7 +123,7 @@ class _Starter:
 
     def _pool(self, role: str, count: int, make: Callable[[int], Awaitable[Any]]) -> ReplicaPool:
         runtime = self.recipe.runtime
-        limits = {"max_deaths": runtime.max_deaths, "start_s": runtime.start_s}
+        limits = {"max_deaths": runtime.max_deaths, "start_s": START_S}
         return ReplicaPool(role, make, count, **limits, on_death=self.watch.report)
 
     def _actor(self, kind: type, role: str, number: int, *args: Any, **options: Any) -> Any:
@@ -153,4 +154,4 @@ class _Starter:
         return actor
 
     async def _ask(self, call: Any, who: str) -> Any:
-        return await ask_async(call, timeout=self.recipe.runtime.start_s, owner="the start", who=who)
+        return await ask_async(call, timeout=START_S, owner="the start", who=who)

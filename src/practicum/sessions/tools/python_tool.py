@@ -46,7 +46,7 @@ class Limits:
 
     seconds: float = 5.0
     cpu_s: int = 6
-    memory_mb: int = 1024
+    memory_mb: int = 256
     output_chars: int = OUTPUT_CHARS
     space_mb: int = 64
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 from practicum.sessions.tools.tool import Tool, ToolError
@@ -28,6 +28,8 @@ class Call:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
+    """Where it is in the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def _read_json(text: str) -> list[Call | BadCall]:
             tag = _TAG.search(text, end)
             rest = text[end : tag.start() if tag else len(text)].strip()
             follows = f"{shorten(repr(rest), 60)} follows the JSON of the tool call."
-            calls.append(BadCall(follows) if rest else _to_call(value))
+            call = BadCall(follows) if rest else _to_call(value)
+            end = tag.end() if tag and tag[0] == _CLOSE and not rest else end
+            calls.append(replace(call, span=(at, end)) if isinstance(call, Call) else call)
         at = text.find(_OPEN, end)
     return calls
 
@@ -101,6 +105,7 @@ def _to_call(value: Any) -> Call | BadCall:
 
 def _read_plain(text: str, tools: Sequence[Tool]) -> list[Call | BadCall]:
     calls: list[Call | BadCall] = []
+    spans: list[tuple[int, int]] = []
     depth = begin = 0
     for at, character in enumerate(text):
         if character == "[":
@@ -110,9 +115,14 @@ def _read_plain(text: str, tools: Sequence[Tool]) -> list[Call | BadCall]:
             depth -= 1
             if depth == 0:
                 calls.append(_plain_call(text[begin:at], tools))
+                spans.append((begin - 1, at + 1))
     if depth:
         calls.append(_plain_call(text[begin:], tools))
-    return calls
+        spans.append((begin - 1, len(text)))
+    return [
+        replace(call, span=span) if isinstance(call, Call) else call
+        for call, span in zip(calls, spans, strict=True)
+    ]
 
 
 def _plain_call(inside: str, tools: Sequence[Tool]) -> Call | BadCall:

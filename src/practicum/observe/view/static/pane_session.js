@@ -26,6 +26,7 @@ export async function show(place, node) {
   if (line.failure) node.append(h("p", { class: "notice died" }, `failed: ${line.failure}`));
   node.append(facts(line), conversation(line));
   if (trajectories.length) node.append(section(trajectories.length === 1 ? "Trajectory" : "Trajectories", tree(trajectories, tokens)));
+  if (line.requests) node.append(section("Requests", h("ol", { class: "requests" }, line.requests.map((request) => h("li", {}, h("code", {}, request))))));
   const open = () => go({ ...place, pane: "tokens", query: kept(place) });
   const around = await groupsAround(place, kind);
   return { keys: { j: () => move(1), k: () => move(-1), Enter: open, ...aroundKeys(around, place) } };
