@@ -29,10 +29,10 @@ from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import DIGITS, demo_folder, model_folder
 from benchmarks.stepping import Steps
+from practicum.engines.torch.make_torch import TorchKind
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.shipped import shipped_recipes
-from practicum.runtime import local
 from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
 from practicum.trainer.window import Window
@@ -126,7 +126,7 @@ def stepper(
 ) -> None:
     """Blocks of steps; a turn ends when nothing is under way. `in_threads`: engines share this process."""
     if in_threads:
-        local.has_engine_process = lambda recipe: False
+        TorchKind.hosts_lag = False
     with Steps(recipe_of(kind, lag, threads)) as steps:
         runner, done = steps.run.runner, 0
         engine = getattr(getattr(steps.run.roles, "engine", None), "host", None)

@@ -117,7 +117,7 @@ def test_kv_memory_is_what_the_engine_takes(context: int, answer: int):
     )
     engine = TorchEngine(load_model(spec, 0), slots=5, context=context)
     kv, length = engine.runner.token_kv, 40 + answer
-    kept = PromptKv(*(part.expand(-1, -1, length, -1) for part in (kv.keys, kv.values)))
+    kept = PromptKv(kv.keys.expand(-1, -1, length, -1), kv.values.expand(-1, -1, length, -1))
     memory = engine.scheduler.memory
     assert memory is not None
     for slot in range(5):
@@ -184,8 +184,20 @@ def test_weights_that_are_kept_for_engines_are_counted():
 def test_a_cluster_that_is_too_small_is_refused_with_the_rest_of_the_forecast():
     found = predict(recipe(pools={"train": {"devices": 40}}))
     assert any("too small" in refusal for refusal in found.refusals)
-    assert found.layout is None
-    assert "none found" in report(found)
+    assert "train: 40 × 1 CPU" in report(found)
+    assert found.memory
+
+
+def test_on_cpus_the_memory_of_all_machines_counts_and_on_gpus_that_of_the_smallest_device():
+    two = {"train": {"devices": 2}}
+    box = predict(recipe(pools=two))
+    assert [device.title for device in box.memory] == ["box"]
+    pair = predict(recipe(pools=two), cluster(count=2))
+    assert pair.memory[0].title == "2 × box"
+    assert pair.memory[0].limit == 2 * box.memory[0].limit
+    kinds = [CORES | {"name": f"g{gb}", "devices": 1, "device_gb": gb} for gb in (80, 24)]
+    mixed = predict(recipe(pools=two), ClusterSpec.model_validate({"nodes": kinds}))
+    assert {device.limit for device in mixed.memory} == {24 * 2**30}
 
 
 def test_mistakes_in_a_clusters_file_come_together(tmp_path: Path):

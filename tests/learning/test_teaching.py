@@ -300,7 +300,10 @@ def test_shares_are_those_of_the_optimizers_step_and_add_up_with_the_rest(clip_n
     before = {name: p.detach() for name, p in start.named_parameters()}
     first = {name: mine.stepper.optimizer.state[p]["exp_avg"].clone() for name, p in names.items()}
     whole: dict[str, torch.Tensor] = {}
-    keep = lambda _: whole.update({name: p.grad.clone() for name, p in names.items()})  # noqa: E731
+
+    def keep(_: object) -> None:
+        whole.update({name: p.grad.clone() for name, p in names.items() if p.grad is not None})
+
     mine.update(batch, groups=(0, 1), before_step=keep)
     assert mine.shares is not None
     change = {name: p.detach() - before[name] for name, p in names.items()}
@@ -338,7 +341,10 @@ def gradient_of_group(model, how, batch, number):
     kept = sum(int(mask.sum()) for mask in masks) / int(batch.response_mask.values.sum())
     grads: dict[str, torch.Tensor] = {}
     named = dict(other.model.named_parameters())
-    keep = lambda _: grads.update({n: kept * p.grad for n, p in named.items()})  # noqa: E731
+
+    def keep(_: object) -> None:
+        grads.update({n: kept * p.grad for n, p in named.items() if p.grad is not None})
+
     other.update(replace(batch, response_mask=Ragged.from_rows(masks)), before_step=keep)
     return grads
 
@@ -405,6 +411,7 @@ def test_a_projected_step_is_the_nearest_that_makes_no_part_worse(dtype):
         weight.grad = gradient.clone()
         parts.take()
     parts.put_sum()
+    assert weight.grad is not None
     whole = weight.grad.clone()
     parts.begin_step(optimizer)
     optimizer.step()

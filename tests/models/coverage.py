@@ -163,7 +163,8 @@ def cover(name: str, folder: Path, other: Path) -> tuple[list[str], float]:
 
 def layers_of(name: str) -> str:
     if name in REFUSED:
-        return "attention that can't be replaced"
+        why = {"llama4_text": "that counts positions by itself", "gemma4_text": "of different shapes"}
+        return "attention " + why.get(name, "that can't be replaced")
     experts = "num_experts_per_tok" in FAMILIES.get(name, {})
     kinds = [("a state", name in STATE), ("experts", experts), ("pictures", name == VISION)]
     return ", ".join(kind for kind, has in kinds if has) or "attention"

@@ -127,6 +127,12 @@ REFUSED: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]], "max_position_embeddings": CONTEXT,
     },
     "gptj": GPT2 | {"rotary_dim": 4},
+    "llama4_text": DENSE | EXPERTS | {"num_local_experts": 4, "intermediate_size_mlp": 48},
+    "gemma4_text": DENSE | {
+        "global_head_dim": 16, "sliding_window": 16, "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }  # fmt: skip
 FAMILIES = ATTENTION | MOE | STATE | REFUSED
 

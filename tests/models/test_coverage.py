@@ -34,7 +34,7 @@ def test_the_page_says_what_a_family_does(name: str):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    names = ("bloom", "llama", "phimoe", "lfm2")
+    names = ("bloom", "llama", "phimoe", "lfm2", "llama4_text", "gemma4_text")
     folders = {name: tmp_path_factory.mktemp(name) for name in names}
     for name, folder in folders.items():
         save(name, folder)
@@ -46,14 +46,39 @@ def recipe(student: str, teacher: str | None = None) -> dict[str, Any]:
     return RECIPE | {"name": "try", "model": {"path": student}} | taught
 
 
-def test_check_and_train_refuse_the_same_students_and_teachers(folders: dict[str, str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("bloom", "BloomAttention"),
+        ("llama4_text", "Llama4TextAttention"),
+        ("gemma4_text", "2 × 8 and"),
+    ],
+)
+def test_check_and_train_refuse_the_same_students_and_teachers(
+    folders: dict[str, str], tmp_path: Path, name: str, layer: str
+):
     for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
-        with pytest.raises((RecipeError, RecipeErrors), match="BloomAttention") as student:
-            run(recipe(folders["bloom"]))
-        with pytest.raises((RecipeError, RecipeErrors), match="BloomAttention") as teacher:
-            run(recipe(folders["llama"], folders["bloom"]))
+        with pytest.raises((RecipeError, RecipeErrors), match=layer) as student:
+            run(recipe(folders[name]))
+        with pytest.raises((RecipeError, RecipeErrors), match=layer) as teacher:
+            run(recipe(folders["llama"], folders[name]))
         assert "model.path" in str(student.value)
         assert "teachers.t.model" in str(teacher.value)
+
+
+def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict[str, str], tmp_path: Path):
+    made = {"model": {"make": {"family": "qwen3_5", "hidden": 32, "layers": 2, "heads": 2}}}
+    vllm = {"rollout": RECIPE["rollout"] | {"engine": "vllm"}}
+    student, teacher = recipe(folders["lfm2"]), recipe(folders["llama"], folders["lfm2"])
+    teacher["teachers"]["t"]["engine"] = "vllm"
+    copy = student | {"teachers": {"t": {"student": {"every": 1}, "engine": "vllm"}}, "distill": {}}
+    asked = [(student | vllm, "rollout"), (student | vllm | made, "rollout")]
+    asked += [(teacher, "teachers.t"), (copy, "teachers.t")]
+    for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
+        for sections, key in asked:
+            with pytest.raises(RecipeError, match="carry a state") as error:
+                run(sections)
+            assert error.value.path == f"{key}.engine"
 
 
 def test_serve_refuses_what_train_does(folders: dict[str, str]):

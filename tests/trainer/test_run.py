@@ -30,6 +30,8 @@ MINIBATCHES = {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e
 KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1}}}
 LORA = {"model": TINY["model"] | {"lora": {"rank": 4}}, "train": {"steps": 4, "prompts": 4, "lr": 1e-2}}
 
+HYBRID = {"model": {"make": TINY["model"]["make"] | {"family": "qwen3_5"}}}
+
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -128,8 +130,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, how: Any) -> None:
 
 @pytest.mark.parametrize(
     "sections",
-    [{}, PPO, *(pytest.param(sections, marks=pytest.mark.long) for sections in (SUPERVISED, KL, LORA))],
-    ids=["grpo", "ppo", "supervised", "kl", "adapter"],
+    [{}, PPO, HYBRID, *(pytest.param(each, marks=pytest.mark.long) for each in (SUPERVISED, KL, LORA))],
+    ids=["grpo", "ppo", "hybrid", "supervised", "kl", "adapter"],
 )
 def test_interrupted_and_resumed_equals_never_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict

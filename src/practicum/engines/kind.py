@@ -64,6 +64,8 @@ class EngineKind(Protocol):
     install: str
     hosts_lag: bool
     """True if engines that sample beside a learner on the CPU belong in a separate process."""
+    runs_states: bool
+    """True if it was tried with layers that carry a state."""
 
     def for_rollout(
         self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource

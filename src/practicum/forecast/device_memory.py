@@ -19,7 +19,7 @@ from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSI
 from practicum.recipe.derived import adapter_folder, base_groups, saved_parameters
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.runtime.ray.placement import ROLLOUT, TRAIN, ActorPlacement
+from practicum.runtime.ray.placement import ROLLOUT, TRAIN, Needs
 
 GIB = 2**30
 TIGHT = 0.9
@@ -174,31 +174,25 @@ class DeviceMemory:
 
 
 def device_memory(
-    setup: StepSetup, limits: Sequence[float], layout: ActorPlacement | None
+    setup: StepSetup, limit: float, machines: str, wanted: Needs | None
 ) -> tuple[DeviceMemory, ...]:
-    """Return each device or machine that differs from the others; without a layout the first machine's.
+    """Return each kind of device, or on the CPU what all `machines` hold together.
 
-    `limits` are the bytes of a device of each machine.
+    `limit` is the bytes of the smallest device, or of all machines. Without `wanted`, all is in this process.
     """
     uses = _uses(setup)
-    if layout is None:
-        title = "a device of train" if setup.recipe.on_ray else "this process"
-        return (DeviceMemory(title, _joined([uses[TRAIN], uses[ROLLOUT]]), limits[0]),)
+    if wanted is None:
+        return (DeviceMemory("this process", _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
     devices: dict[str, DeviceMemory] = {}
-    for number, bundle in enumerate(layout.needs.bundles):
-        roles = [a.role for a in layout.needs.actors if a.bundle == number and a.role in uses]
-        if not roles:
-            continue
-        parts, place = _joined([uses[role] for role in roles]), layout.places[number]
-        if setup.on_cpu:
-            node = layout.nodes[place]
-            before = devices[node.name].parts if node.name in devices else {}
-            devices[node.name] = DeviceMemory(node.name, _joined([before, parts]), node.memory)
-            continue
-        title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
-        device = DeviceMemory(title, parts, limits[place])
-        if title not in devices or device.share > devices[title].share:
-            devices[title] = device
+    for number, bundle in enumerate(wanted.bundles):
+        roles = [a.role for a in wanted.actors if a.bundle == number and a.role in uses]
+        if roles:
+            title = f"a device of {bundle.pool} ({', '.join(dict.fromkeys(roles))})"
+            before = devices.get(machines) if setup.on_cpu else None
+            parts = _joined([before.parts if before else {}, *(uses[role] for role in roles)])
+            device = DeviceMemory(machines if setup.on_cpu else title, parts, limit)
+            if setup.on_cpu or title not in devices or device.share > devices[title].share:
+                devices[device.title] = device
     return tuple(devices.values())
 
 

@@ -1,9 +1,8 @@
-"""A forecast of a recipe on a cluster: who sits where, the memory of each device, and what does not fit."""
+"""A forecast of a recipe on a cluster: its actors, the memory of each device, and what does not fit."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,7 @@ from practicum.recipe.schema.section import Section, key
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.problems import explain
 from practicum.roles.stage_table import make_plan
-from practicum.runtime.ray.placement import ActorPlacement, Node, lay_out, needs, uses_gpu
+from practicum.runtime.ray.placement import Needs, Node, needs, require_room, uses_gpu
 
 
 class Machine(Section):
@@ -54,12 +53,6 @@ def this_machine() -> ClusterSpec:
     return ClusterSpec(nodes=[Machine(name="this machine", cpus=os.cpu_count() or 1, memory_gb=memory)])
 
 
-def machines(spec: ClusterSpec) -> Iterator[tuple[str, Machine]]:
-    for kind in spec.nodes:
-        for number in range(kind.count):
-            yield (kind.name if kind.count == 1 else f"{kind.name}-{number}"), kind
-
-
 SAMPLED_PROMPTS = 256
 
 
@@ -68,7 +61,8 @@ class Forecast:
     """All that `practicum plan` prints. `refusals` say what does not fit, `notes` what was assumed."""
 
     setup: StepSetup
-    layout: ActorPlacement | None
+    wanted: Needs | None
+    """Bundles and actors; None if all roles are in one process."""
     memory: tuple[DeviceMemory, ...]
     refusals: tuple[str, ...]
     notes: tuple[str, ...]
@@ -76,16 +70,19 @@ class Forecast:
 
 def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecast:
     """Return what a step of this recipe needs on this cluster, with prompts of this many tokens."""
-    plan, sizes, each = make_plan(recipe), recipe.counts, list(machines(spec))
-    has_gpus = any(kind.devices for kind in spec.nodes)
-    layout, refusals = None, list[str]()
+    plan, sizes = make_plan(recipe), recipe.counts
+    machines = [machine for machine in spec.nodes for _ in range(machine.count)]
+    has_gpus = any(machine.devices for machine in machines)
+    wanted, refusals = None, list[str]()
     if recipe.on_ray:
-        started_here = len(each) == 1 and recipe.runtime.address is None
+        started_here = len(machines) == 1 and recipe.runtime.address is None
         # A cluster that the run starts on one machine may have more CPUs than the machine has cores.
         cpus = recipe.runtime.cpus if started_here else None
-        nodes = [Node(name, cpus or m.cpus, m.devices, m.memory_gb * GIB) for name, m in each]
+        wanted = needs(recipe, plan, gpus=has_gpus)
         try:
-            layout = lay_out(needs(recipe, plan, gpus=has_gpus), nodes, started_here=started_here)
+            require_room(
+                wanted, [Node(cpus or m.cpus, m.devices) for m in machines], started_here=started_here
+            )
         except ClusterError as error:
             refusals.append(str(error))
     setup = StepSetup(
@@ -98,13 +95,15 @@ def forecast(recipe: Recipe, spec: ClusterSpec, prompt_tokens: float) -> Forecas
         ranks=recipe.data_parallel,
         replicas=recipe.engine_replicas,
     )
-    limits = [GIB * ((not setup.on_cpu and m.device_gb) or m.memory_gb) for _, m in each]
-    memory = device_memory(setup, limits, layout)
+    device_sizes = [machine.device_gb for machine in machines if machine.device_gb and not setup.on_cpu]
+    limit = min(device_sizes) if device_sizes else sum(m.memory_gb for m in machines)
+    named = " + ".join(f"{m.count} × {m.name}" if m.count > 1 else m.name for m in spec.nodes)
+    memory = device_memory(setup, GIB * limit, named, wanted)
     refusals += [device.refusal() for device in memory if device.share > 1]
     close = [device for device in memory if TIGHT < device.share <= 1]
     notes = [f"{d.title}: {d.share:.0%} of its memory, too close to all of it to be sure" for d in close]
     notes += [f"teacher {name}: not here, counted like the student" for name in setup.models.guessed]
-    return Forecast(setup, layout, memory, tuple(refusals), tuple(notes))
+    return Forecast(setup, wanted, memory, tuple(refusals), tuple(notes))
 
 
 def mean_prompt_tokens(recipe: Recipe) -> float:
@@ -126,7 +125,8 @@ def report(result: Forecast) -> str:
         f"{setup.recipe.model.dtype}, {engines}{'s' * (setup.replicas > 1)}, {setup.rows:,} responses to "
         f"prompts of {setup.prompt_tokens:,.0f} tokens"
     )
-    lines = [title, "", "placement:", *_placement(result), "", "memory:"]
+    placement = ["all roles in one process"] if result.wanted is None else result.wanted.lines()
+    lines = [title, "", "placement:", *(f"  {line}" for line in placement), "", "memory:"]
     for device in result.memory:
         verdict = "does not fit" if device.share > 1 else f"{device.share:.0%}"
         lines.append(f"  {device.title}: {_size(device.total)} of {_size(device.limit)}, {verdict}")
@@ -135,22 +135,6 @@ def report(result: Forecast) -> str:
     if result.notes:
         lines += ["", "notes:", *(f"  {note}" for note in result.notes)]
     return "\n".join(lines)
-
-
-def _placement(result: Forecast) -> Iterator[str]:
-    """Yield each bundle, and each machine with its actors."""
-    layout = result.layout
-    if layout is None:
-        yield "  none found" if result.setup.recipe.on_ray else "  all roles in one process"
-        return
-    yield from (f"  {line}" for line in layout.needs.lines())
-    for place, node in enumerate(layout.nodes):
-        roles: dict[str, list[str]] = {}
-        for actor in layout.needs.actors:
-            if actor.bundle is not None and layout.places[actor.bundle] == place:
-                roles.setdefault(actor.role, []).append(str(actor.index))
-        actors = ", ".join(f"{role} {' '.join(numbers)}" for role, numbers in roles.items())
-        yield f"  on {node.name}: {actors or 'nothing'}"
 
 
 def _size(number: float) -> str:

@@ -117,7 +117,7 @@ def require_known_layers(source: str, key: str) -> None:
     with must_read(source, key, _EXPECTED):
         model = skeleton(Model(path=source))
     if unknown := unknown_layers(model):
-        raise RecipeError(key, f"{source}, a {type(model).__name__} with layers {unknown}", KNOWN_LAYERS)
+        raise RecipeError(key, f"{source}, a {type(model).__name__} with {unknown}", KNOWN_LAYERS)
 
 
 def replays_experts(spec: Model) -> bool:
@@ -132,7 +132,7 @@ def ready(model: PreTrainedModel, device: torch.device, *, move: bool = True) ->
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if unknown := unknown_layers(model):
-        raise EngineError(f"{type(model).__name__} has layers {unknown}; those that work are {KNOWN_LAYERS}")
+        raise EngineError(f"{type(model).__name__} has {unknown}; those that work are {KNOWN_LAYERS}")
     use_attention(model)
     add_seam(model)
     fuse_norms(model)

@@ -99,6 +99,16 @@ class _RowStates:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 1 if self.given else 0
 
+    # From here to is_recording_past: asked for by transformers 5.23, not by 5.19.
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.layers[layer_idx].conv_states.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.layers[layer_idx].recurrent_states.get(state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
@@ -161,8 +171,8 @@ def seam_of(model: nn.Module) -> Seam:
 
 
 KNOWN_LAYERS = (
-    "softmax attention by transformers' AttentionInterface, or gated delta rules, KDA, Mamba and short "
-    "convolutions with its Cache"
+    "softmax attention by transformers' AttentionInterface with keys and values of one shape in all layers, "
+    "or gated delta rules, KDA, Mamba and short convolutions with its Cache"
 )
 """The layers that can be laid out."""
 
@@ -170,11 +180,27 @@ KNOWN_LAYERS = (
 def unknown_layers(model: nn.Module) -> str:
     """Return the layers that remember earlier tokens in a way that practicum can't lay out; empty if none.
 
-    The types of layers alone decide, so that all commands refuse the same models.
+    Types and shapes of layers alone decide, so that all commands refuse the same models.
     """
-    return ", ".join(
-        sorted({type(m).__name__ for m in model.modules() if _source_says(type(m)) == "unknown"})
-    )
+    if unknown := _layers_that(model, "unknown"):
+        return f"layers {unknown}"
+    if counting := _layers_that(model, "counts"):
+        return f"layers {counting}, which count positions by themselves"
+    attending: list[Any] = [m for m in model.modules() if _source_says(type(m)) == "attends"]
+    widths = {(m.k_proj.out_features, m.head_dim) for m in attending if hasattr(m, "k_proj")}
+    if len(widths) > 1:
+        heads = " and ".join(f"{width // size} × {size}" for width, size in sorted(widths))
+        return f"layers {_layers_that(model, 'attends')}, whose keys differ in shape ({heads})"
+    return ""
+
+
+def state_layers(model: nn.Module) -> str:
+    """Return the types of the layers that carry a state; empty if none do."""
+    return _layers_that(model, *STATE_LAYERS)
+
+
+def _layers_that(model: nn.Module, *says: str) -> str:
+    return ", ".join(sorted({type(m).__name__ for m in model.modules() if _source_says(type(m)) in says}))
 
 
 def read_weights_of(model: nn.Module) -> set[str]:
@@ -193,7 +219,8 @@ def _cache_name(kind: type[nn.Module]) -> str | None:
 
 @cache
 def _source_says(kind: type[nn.Module]) -> str:
-    """Return how layers of a class remember: attends, continues, steps or unknown; empty if they do not."""
+    """Return how layers of a class remember: attends, counts (attends, by its own count of positions),
+    continues, steps or unknown; empty if they do not."""
     from transformers import PreTrainedModel
 
     from practicum.compat.transformers import GradientCheckpointingLayer
@@ -204,7 +231,7 @@ def _source_says(kind: type[nn.Module]) -> str:
     source = inspect.getsource(kind)
     attends = "ALL_ATTENTION_FUNCTIONS" in source
     if "update_conv_state(" not in source and "update_recurrent_state(" not in source:
-        return "attends" if attends else "unknown"
+        return "unknown" if not attends else "counts" if "arange(" in source else "attends"
     if attends:
         return "unknown"
     return "continues" if "update_recurrent_state(" not in source or "initial_state" in source else "steps"

@@ -91,42 +91,32 @@ def _prompts(
             yield source.where(index), source.prompt(index, index)
 
 
-def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) -> list[RecipeError]:
-    problems = []
+def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
     lost = [value for value in values if any(name not in teachers for name in destinations(route, value))]
     for value in lost[:_SHOWN]:
+        found = f"no teacher for the {route.by} {value!r} of {values.listed(value)}"
+        expected = f"a teacher named {value}, or an entry of route.to for {value}"
         meant = f"did you mean {close}? " if (close := nearest(value, teachers)) else ""
-        problems.append(
-            RecipeError(
-                "route.to",
-                f"no teacher for the {route.by} {value!r} of {values.listed(value)}",
-                f"a teacher named {value}, or an entry of route.to for {value}",
-                f"{meant}set route.to: {{{value}: {' or '.join(teachers)}}}",
-            )
-        )
+        advice = f"{meant}set route.to: {{{value}: {' or '.join(teachers)}}}"
+        yield RecipeError("route.to", found, expected, advice)
     if len(lost) > _SHOWN:
         found = f"{len(lost) - _SHOWN:,} more values of {route.by} without a teacher"
-        problems.append(RecipeError("route.to", found, "a teacher for each value"))
-    return problems
+        yield RecipeError("route.to", found, "a teacher for each value")
 
 
 def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
     reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
-    for name in teachers:
-        if name not in reached:
-            found = f"a teacher that no prompt goes to (by {route.by}: {shown})"
-            advice = f"remove it, or let route.to send it a value of {route.by}"
-            yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
-    for value in route.to:
-        if value not in values:
-            yield RecipeError(
-                f"route.to.{value}", f"a {route.by} of no prompt", f"one of {shown}", "remove it"
-            )
+    for name in (name for name in teachers if name not in reached):
+        found = f"a teacher that no prompt goes to (by {route.by}: {shown})"
+        advice = f"remove it, or let route.to send it a value of {route.by}"
+        yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
+    for value in (value for value in route.to if value not in values):
+        yield RecipeError(f"route.to.{value}", f"a {route.by} of no prompt", f"one of {shown}", "remove it")
 
 
 def _shares(weights: dict[str, float]) -> str:
-    if len(weights) == 1:
-        return next(iter(weights))
     total = sum(weights.values())
-    return ", ".join(f"{name} {weight / total:.0%}" for name, weight in weights.items())
+    return ", ".join(
+        f"{name} {weight / total:.0%}" if weight < total else name for name, weight in weights.items()
+    )

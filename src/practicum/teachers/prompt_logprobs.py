@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,6 @@ _TYPES: dict[str, tuple[Any, torch.dtype]] = {
     "topk_ids": ("<i4", torch.int64),
     "topk_logprobs": ("<f4", torch.float32),
 }
-_LIMIT = re.compile(r"(?:max|most|limit|up to|exceed)\D{0,40}(\d+)", re.IGNORECASE)
 
 
 class Misaligned(Unusable):
@@ -104,12 +102,6 @@ def _read_position(
         if len(top) < top_k:
             raise Unusable(f"it gave {len(top)} of the {top_k} most likely tokens of position {at}")
     return own["logprob"], top
-
-
-def limit_in(message: str) -> int | None:
-    """Return the limit that a server's refusal names, if it names one."""
-    limits = _LIMIT.findall(message)
-    return int(limits[-1]) if limits else None
 
 
 def pack(scores: Scores) -> dict[str, str]:

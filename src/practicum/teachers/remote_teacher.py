@@ -10,14 +10,12 @@ from typing import Any
 from practicum.engines.protocol import LOGPROBS_ONLY, ScoreOptions, Scorer, ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.processes.http_client import Client, Refused, Unusable
+from practicum.processes.http_client import Client, Unusable
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.teachers.prompt_logprobs import KEY, Misaligned, limit_in, read_plain, read_scores
+from practicum.teachers.prompt_logprobs import KEY, Misaligned, read_plain, read_scores
 
 TOLERANCE = 1e-3
 """Nats by which two answers about one sequence may differ."""
-_NO_ROOM = "max_tokens must be at least 1"
-"""What vLLM says of a sequence that just fills its context."""
 
 
 class RemoteScorer(Client, Scorer):
@@ -25,6 +23,7 @@ class RemoteScorer(Client, Scorer):
 
     serve_commands = "practicum serve or vllm serve"
     name_options = "practicum serve … --name, vllm serve … --served-model-name"
+    advice = "if distill.top_k is above its limit: vllm serve … --max-logprobs, or lower distill.top_k"
 
     def __init__(self, name: str, teacher: Teacher) -> None:
         super().__init__(f"teacher {name}", f"teachers.{name}", teacher)
@@ -49,14 +48,6 @@ class RemoteScorer(Client, Scorer):
         try:
             answer = await self.ask_scores(request, options.top_k, options.vocab)
             return read_scores(answer, request.ids, request.start, options.top_k)
-        except Refused as refusal:
-            if _NO_ROOM not in refusal.message:
-                raise
-            why = (
-                f"its {len(request.ids)} tokens and one that is generated do not fit the server's context "
-                f"({refusal.message}): serve it with a longer one, or shorten prompts or answers"
-            )
-            raise TeacherError(self.problem(request.name, why)) from refusal
         except Unusable as error:
             raise TeacherError(self.problem(request.name, str(error))) from error
 
@@ -108,11 +99,7 @@ async def probe_teacher(
 
 async def _probe_scores(teacher: RemoteScorer, row: ScoreRequest, top_k: int) -> Scores:
     with teacher.recipe_errors("the scores of a known sequence"):
-        try:
-            answer = await teacher.ask_scores(row, top_k)
-        except Refused as refusal:
-            await _blame_top_k(teacher, row, top_k, refusal)
-            raise
+        answer = await teacher.ask_scores(row, top_k)
     try:
         return read_scores(answer, row.ids, row.start, top_k)
     except Misaligned as error:
@@ -131,21 +118,3 @@ async def _probe_scores(teacher: RemoteScorer, row: ScoreRequest, top_k: int) ->
             "use a server that knows `prompt_logprobs`, such as practicum serve or vllm serve, or load "
             "the model without url",
         ) from error
-
-
-async def _blame_top_k(teacher: RemoteScorer, row: ScoreRequest, top_k: int, refusal: Refused) -> None:
-    """Raise the error about top_k if the server does score with a smaller one."""
-    if top_k <= 1:
-        return
-    try:
-        await teacher.ask_scores(row, 1)
-    except Refused:
-        return
-    limit = limit_in(refusal.message)
-    known = f"at most {limit}" if limit is not None else "less"
-    raise RecipeError(
-        f"{teacher.path}.url",
-        f"a server that refuses top_k {top_k} ({refusal.message})",
-        f"{known}, which is its limit, or a server with a higher one",
-        f"serve it with `vllm serve {teacher.model} --max-logprobs {top_k}`, or set distill.top_k to {known}",
-    ) from refusal

@@ -59,8 +59,12 @@ def check_teachers(
     for name, teacher in recipe.teachers.items():
         check = _Check(name, teacher, recipe.model, problems)
         findings.append(f"teacher {name}: {check.describe(student, uses_chat, student_context)}")
-        if distill is not None and distill.signal == "full":
-            check.check_width(student_vocab)
+        is_full = distill is not None and distill.signal == "full"
+        if is_full and None not in (check.width, student_vocab) and check.width != student_vocab:
+            found = f"{check.width:,} outputs, where the student has {student_vocab:,}"
+            expected = "as many outputs as the student's for distill.signal full"
+            advice = "set distill.signal: top_k, which compares tokens by id"
+            problems.append(RecipeError(f"teachers.{name}.model", found, expected, advice))
         extra = 1 if teacher.url is not None else 0
         problem = check_context(name, check.context, longest[name], longest_answer, extra, teacher.context)
         problems += [problem] if problem else []
@@ -89,14 +93,9 @@ def check_context(
     if limit is None or needed <= limit:
         return None
     parts = f"a prompt of {longest_prompt} tokens + {longest_answer} of answer" + (" + 1" if extra else "")
-    return RecipeError(
-        f"teachers.{name}.context",
-        f"{parts} = {needed}",
-        f"at most {limit}",
-        "raise it, use a teacher with a longer context, or shorten prompts, before or rollout.max_new_tokens"
-        if asked is not None
-        else "use a teacher with a longer context, or shorten prompts, before or rollout.max_new_tokens",
-    )
+    advice = "use a teacher with a longer context, or shorten prompts, before or rollout.max_new_tokens"
+    advice = advice if asked is None else f"raise it, {advice}"
+    return RecipeError(f"teachers.{name}.context", f"{parts} = {needed}", f"at most {limit}", advice)
 
 
 def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
@@ -202,19 +201,6 @@ class _Check:
         self.problems += problems
         return "another vocabulary" if problems else f"same vocabulary ({len(tokenizer):,} tokens)"
 
-    def check_width(self, student_vocab: int | None) -> None:
-        """Whole distributions are compared output by output, so there must be as many."""
-        if self.width is None or student_vocab is None or self.width == student_vocab:
-            return
-        self.problems.append(
-            RecipeError(
-                f"{self.path}.model",
-                f"{self.width:,} outputs, where the student has {student_vocab:,}",
-                "as many outputs as the student's for distill.signal full",
-                "set distill.signal: top_k, which compares tokens by id",
-            )
-        )
-
 
 def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> None:
     """Refuse an adapter on the student's base that was trained on another; `base` is its fingerprint."""
@@ -250,41 +236,31 @@ def check_images(
     teachers: Mapping[str, Teacher], source: Model, student: PreTrainedTokenizerBase
 ) -> Iterator[RecipeError]:
     """Teachers are shown the student's patches: each must be a vision model with the same image settings."""
-    processor = load_processor(source, student)
-    if processor is None:
+    if (processor := load_processor(source, student)) is None:
         return
-    own = _image_settings(processor.image_processor)
     for name, teacher in teachers.items():
-        if teacher.student is None:
-            yield from _check_image_settings(f"teachers.{name}", teacher, own)
-
-
-def _check_image_settings(path: str, teacher: Teacher, own: dict[str, str]) -> Iterator[RecipeError]:
-    if teacher.url is not None:
-        expected = "a model here, for a student that sees pictures"
-        yield RecipeError(f"{path}.url", teacher.url, expected, f"load it with {path}.model alone")
-        return
-    if teacher.model is None:  # an adapter on the student's base
-        return
-    try:
-        with must_read(teacher.model, f"{path}.model", "a vision model"):
-            config = read_config(teacher.model)
-            images = read_image_processor(teacher.model) if is_vision(config) else None
-    except RecipeError as problem:
-        yield problem
-        return
-    if images is None:
-        yield RecipeError(
-            f"{path}.model", f"{teacher.model}, a {config.model_type}", "a vision model, as the student is"
+        path, images = f"teachers.{name}", None
+        if teacher.url is not None:
+            expected = "a model here, for a student that sees pictures"
+            yield RecipeError(f"{path}.url", teacher.url, expected, f"load it with {path}.model alone")
+        if teacher.url is not None or teacher.model is None:  # None: a copy, or an adapter on the base
+            continue
+        try:
+            with must_read(teacher.model, f"{path}.model", "a vision model"):
+                config = read_config(teacher.model)
+                images = read_image_processor(teacher.model) if is_vision(config) else None
+        except RecipeError as problem:
+            yield problem
+            continue
+        own, theirs = (
+            {key: str(getattr(x, key, None)) for key in _IMAGE_KEYS}
+            for x in (processor.image_processor, images)
         )
-        return
-    theirs = _image_settings(images)
-    differ = [key for key in _IMAGE_KEYS if own[key] != theirs[key]]
-    if differ:
-        found = ", ".join(f"{key} {theirs[key]}" for key in differ)
-        expected = "the student's " + ", ".join(f"{key} {own[key]}" for key in differ)
-        yield RecipeError(f"{path}.model", f"an image processor with {found}", expected)
-
-
-def _image_settings(processor: object) -> dict[str, str]:
-    return {key: str(getattr(processor, key, None)) for key in _IMAGE_KEYS}
+        differ = [key for key in _IMAGE_KEYS if own[key] != theirs[key]]
+        if images is None:
+            found, expected = f"{teacher.model}, a {config.model_type}", "a vision model, as the student is"
+            yield RecipeError(f"{path}.model", found, expected)
+        elif differ:
+            found = ", ".join(f"{key} {theirs[key]}" for key in differ)
+            expected = "the student's " + ", ".join(f"{key} {own[key]}" for key in differ)
+            yield RecipeError(f"{path}.model", f"an image processor with {found}", expected)

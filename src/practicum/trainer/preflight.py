@@ -21,9 +21,11 @@ from practicum.models.load_model import (
     model_facts,
     replays_experts,
     require_known_layers,
+    skeleton,
 )
 from practicum.models.lora import base_fingerprint, describe_adapter
-from practicum.models.model_files import read_config
+from practicum.models.model_files import must_read, read_config
+from practicum.models.state_layers import state_layers
 from practicum.observe.trackers import require_trackers
 from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
@@ -37,7 +39,7 @@ from practicum.sessions.attempts import find_loop
 from practicum.sessions.tools.toolbox import Toolbox, require_sandbox
 from practicum.tasks.stream import LeftOut
 from practicum.teachers.check_routes import check_routes
-from practicum.teachers.load_teachers import probe_servers
+from practicum.teachers.load_teachers import base_spec, probe_servers
 from practicum.teachers.teacher_checks import check_bases, check_teachers, longest_prompts
 from practicum.trainer.check_data import check_data, tokenizer_problems
 from practicum.trainer.run_folder import choose_folder, folder_of, require_possible
@@ -96,6 +98,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
 
 def check_without_models(recipe: Recipe) -> Preflight:
     """Check all that files, tokenizers, configs and servers tell, before any weights are loaded."""
+    require_layers(recipe)
     require_extras(recipe)
     findings = check_parts(recipe)
     if recipe.on_ray:
@@ -103,8 +106,6 @@ def check_without_models(recipe: Recipe) -> Preflight:
     else:  # there, programs run where the engines are
         require_sandbox(recipe.agent.tools)
     find_loop(recipe.agent.loop)
-    if recipe.model.path is not None:
-        require_known_layers(recipe.model.path, "model.path")
     tokenizer = load_tokenizer(recipe.model)
     template = "a chat template" if tokenizer.chat_template else "no chat template"
     ends = f"end {tokenizer.eos_token}, padding {tokenizer.pad_token}"
@@ -140,8 +141,27 @@ def check_without_models(recipe: Recipe) -> Preflight:
         findings += check_reward_models(recipe.reward.models, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe.reward.models, chat=data.uses_chat)
     by_rewards_alone = recipe.uses_reward and recipe.distill is None
-    warnings = _warnings(recipe.model, recipe.train, by_rewards_alone=by_rewards_alone)
+    replays = recipe.rollout.engine_traits.reports_experts
+    warnings = _warnings(recipe.model, recipe.train, replays=replays, by_rewards_alone=by_rewards_alone)
     return Preflight(findings, data.left_out, longest, warnings)
+
+
+def require_layers(recipe: Recipe) -> None:
+    """Raise a RecipeError if learner or engines can't run the layers of their models."""
+    if recipe.model.path is not None:
+        require_known_layers(recipe.model.path, "model.path")
+    models = {"rollout": (recipe.rollout.engine, recipe.model)}
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is None:
+            models[f"teachers.{name}"] = teacher.engine, base_spec(recipe.model, teacher)
+    for path, (engine, spec) in models.items():
+        if ENGINES[engine].runs_states:
+            continue
+        with must_read(spec.path or "", f"{path}.model", "a causal language model in HuggingFace format"):
+            layers = state_layers(skeleton(spec))
+        if layers:
+            found = f"{engine} for a model with layers {layers}, which carry a state"
+            raise RecipeError(f"{path}.engine", found, "torch, which runs such layers")
 
 
 def require_extras(recipe: Recipe) -> None:
@@ -179,7 +199,7 @@ def known_traits(model: Model) -> Traits:
         return model_traits(model)
 
 
-def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str]:
+def _warnings(model: Model, train: Train, *, replays: bool, by_rewards_alone: bool) -> list[str]:
     """Return what may be meant, and is more often a mistake."""
     warnings, width = [], _FULL_WIDTH
     if model.lora is not None and train.steps:
@@ -190,10 +210,11 @@ def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str
                 f"train.lr {train.lr:g} looks like one for all weights of a model of width {width}: with "
                 "model.lora, ten times that rate is usual"
             )
-    if model_traits(model).moe and not known_traits(model).moe:
+    if model_traits(model).moe and not (replays and known_traits(model).moe):
+        who = "the student's routers" if replays else "the engine's choices of experts"
         warnings.append(
-            "the student's routers can't be recorded and replayed: near a tie the learner may take other "
-            "experts than the engine took"
+            f"{who} can't be recorded and replayed: near a tie the learner may take other experts than the "
+            "engine took"
         )
     if model.make is not None and by_rewards_alone:
         warnings.append(

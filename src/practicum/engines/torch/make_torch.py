@@ -29,7 +29,7 @@ UNDECLARED = 8192
 class TorchKind:
     """See `engines.kind.EngineKind`."""
 
-    shares_model = hosts_lag = True
+    shares_model = hosts_lag = runs_states = True
     module, install = "torch", "pip install torch"
 
     def for_rollout(

@@ -36,7 +36,7 @@ _UNDECLARED = 8192
 class VllmKind:
     """See `engines.kind.EngineKind`."""
 
-    shares_model = hosts_lag = False
+    shares_model = hosts_lag = runs_states = False
     module, install = "vllm", INSTALL
 
     def for_rollout(

@@ -41,7 +41,7 @@ class Cluster:
         set_environment(runtime)
         starts = not import_ray().is_initialized() and runtime.address is None
         if starts:
-            here = Node("this machine", float(runtime.cpus or count_cores()), float(count_gpus()))
+            here = Node(float(runtime.cpus or count_cores()), float(count_gpus()))
             require_room(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
         env = workers_environment(runtime.threads or 1)
         with ExitStack() as undo:
@@ -83,7 +83,7 @@ class Cluster:
 def _nodes() -> list[Node]:
     """Return the cluster's machines with all that they have, used or not."""
     return [
-        Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
         for node in import_ray().nodes()
         if node["Alive"]
     ]
@@ -113,7 +113,7 @@ def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[An
     ]
     if missing:
         free = import_ray().available_resources()
-        node = Node("free now", free.get("CPU", 0.0), free.get("GPU", 0.0))
+        node = Node(free.get("CPU", 0.0), free.get("GPU", 0.0))
         late = f"the cluster had no room for all workers within {PATIENCE_S:g} s: something else uses it"
         raise ClusterError(f"{late}\n{refusal(Needs((), tuple(missing)), [node], started_here=starts)}")
     return places

@@ -1,6 +1,6 @@
 """The actors that a recipe needs, the bundles of CPUs and GPUs that they share, and the room for them.
 
-Needs no Ray: a cluster is a list of nodes. In a run, Ray's placement groups choose the machines.
+Needs no Ray: a cluster is a list of nodes. Ray's placement groups choose the machines.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
+from typing import NamedTuple
 
 from practicum.dataplane.stages import Plan
 from practicum.devices import is_accelerator_name
@@ -82,23 +83,11 @@ class Needs:
         return [*pools, f"{len(self.actors)} actors: {actors}"]
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A machine and its resources; memory in bytes."""
+class Node(NamedTuple):
+    """The resources of a machine."""
 
-    name: str
     cpus: float
     gpus: float = 0.0
-    memory: float = float("inf")
-
-
-@dataclass(frozen=True)
-class ActorPlacement:
-    """A forecast: for each bundle of `needs` the index of its node."""
-
-    needs: Needs
-    nodes: tuple[Node, ...]
-    places: tuple[int, ...]
 
 
 def amounts(cpus: float, gpus: float) -> str:
@@ -197,28 +186,12 @@ def _spread(count: int, pool: Pool, each: int = 1) -> Mapping[int, list[int]]:
 
 
 def require_room(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> None:
-    """Raise a ClusterError if the nodes together have too few CPUs or GPUs."""
-    if _shortages(needs, nodes):
+    """Raise a ClusterError if the nodes together have too few CPUs or GPUs, or none has those of a bundle."""
+    if _shortages(needs, nodes) or any(
+        all(node.cpus < bundle.cpus - _ROUNDING or node.gpus < bundle.gpus for node in nodes)
+        for bundle in needs.bundles
+    ):
         raise ClusterError(refusal(needs, nodes, started_here=started_here))
-
-
-def lay_out(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> ActorPlacement:
-    """Forecast the node of each bundle: the largest first, each on the first node with room.
-
-    Raise a ClusterError if they do not fit.
-    """
-    require_room(needs, nodes, started_here=started_here)
-    free = [[node.gpus, node.cpus] for node in nodes]
-    sizes = [(bundle.gpus, bundle.cpus) for bundle in needs.bundles]
-    places = [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        gpus, cpus = sizes[number]
-        fitting = (i for i, room in enumerate(free) if room[0] >= gpus and room[1] >= cpus - _ROUNDING)
-        if (place := next(fitting, None)) is None:
-            raise ClusterError(refusal(needs, nodes, started_here=started_here))
-        free[place] = [free[place][0] - gpus, free[place][1] - cpus]
-        places[number] = place
-    return ActorPlacement(needs, tuple(nodes), tuple(places))
 
 
 def _shortages(needs: Needs, nodes: Sequence[Node]) -> list[str]:

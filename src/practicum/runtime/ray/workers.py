@@ -22,7 +22,6 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import StoreHandle
 from practicum.devices import pick_device
-from practicum.engines.kind import Weights
 from practicum.engines.model_cache import make_model_cache
 from practicum.learning.parallel import Parallel, free_port
 from practicum.models.attention import OutputHead
@@ -108,7 +107,7 @@ class PublishingRank(TrainRank):
         """Publish the weights for the engines: the first rank's manifest has them. Call all ranks."""
         learner = self.student.learner
         if self.rank == 0:
-            return self._put(learner.named_weights(), learner.version)
+            return publish(learner.named_weights(), learner.version)
         for _ in learner.named_weights():
             pass  # takes part in gathering each
         return Manifest(learner.version, ())
@@ -124,7 +123,7 @@ class PublishingRank(TrainRank):
         """Publish what `save_published` wrote, by step, each with the learner's fingerprint of then."""
         saved = PublishedWeights.load_all(folder)
         return {
-            step: (self._put(weights.weights.items(), weights.version), weights.fingerprint)
+            step: (publish(weights.weights.items(), weights.version), weights.fingerprint)
             for step, weights in saved.items()
         }
 
@@ -137,10 +136,7 @@ class PublishingRank(TrainRank):
         if not path.is_file():
             return None
         weights, version = read_copy(path)
-        return self._put(weights.items(), version)
-
-    def _put(self, weights: Weights, version: int) -> Manifest:
-        return publish(weights, version)
+        return publish(weights.items(), version)
 
 
 @dataclass(frozen=True, slots=True)
