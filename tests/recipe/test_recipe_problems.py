@@ -148,7 +148,7 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
 
 
 PLACED = "teachers: {math: {model: x, placement: {own: {replicas: 2}}}}\n"
-FORMS = "colocated, own, or {own: {replicas: …}}"
+FORMS = "one of colocated, own, or {own: …}"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ FORMS = "colocated, own, or {own: {replicas: …}}"
         ),
         ("route.to.sort=3", "route.to.sort", "text, or a mapping of names to numbers", ""),
         ("route.to.sort={a: b}", "route.to.sort.a", "a number", ""),
-        ("route.to=a", "route.to", "a mapping of names to text or mappings of names to numbers", ""),
+        ("route.to=a", "route.to", "a mapping of names to text or mappings", ""),
         (
             "teachers.math.modell=x",
             "teachers.math.modell",

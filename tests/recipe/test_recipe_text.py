@@ -80,7 +80,7 @@ def test_the_reference_has_every_key_with_type_and_default() -> None:
     assert "[{use: checker, weight: 1.0" in rows["reward.functions"]
     assert "tasks.<name>.kind" in rows
     assert "reward.functions[].weight" in rows
-    assert "| colocated, own, or {own: {replicas: …}} | `colocated` |" in rows["teachers.<name>.placement"]
+    assert "| one of colocated, own, or {own: …} | `colocated` |" in rows["teachers.<name>.placement"]
     assert "teachers.<name>.placement.own.replicas" in rows
     assert "| a mapping of names to teachers | `{}` |" in rows["teachers"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,15 +15,15 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.removed_keys import advice_for_removed
 from practicum.recipe.text.origins import Origin
 from practicum.recipe.text.type_text import (
-    Spot,
+    Node,
+    Path,
     all_keys,
-    choices,
-    expected_type,
     find_key,
+    forms_of,
+    keys_of,
+    kinds_of,
     nearest,
-    section_of,
-    takes_own,
-    unwrap,
+    takes,
 )
 from practicum.recipe.user_functions import meant
 
@@ -49,27 +50,29 @@ OTHER_NAMES = {
 }
 """What other trainers call the keys."""
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+_NUMBER = re.compile(r"\s*[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 def explain(
     error: ValidationError, origins: Mapping[str, Origin], root: type[BaseModel] = Recipe
 ) -> list[RecipeError]:
-    """Every problem that a validation found, of a recipe or of another file whose whole is `root`."""
-    located = [(details, find_key(details["loc"], root)) for details in _whole_lists(error)]
-    return [_explain(details, spot, origins, root) for details, spot in _one_per_union(located)]
+    """Every problem that a validation found, of a recipe or of another file whose whole is `root`.
 
-
-def _whole_lists(error: ValidationError) -> Iterator[Any]:
-    """What pydantic found; a list with too few items is one problem of the list, not one of each item."""
-    short = set()
+    Pydantic tells of each form of a union why it does not fit. Problems inside a form are of a value with
+    that form's shape; a value with no form's shape is one problem, and so is a list with too few items.
+    """
+    located = []
     for details in error.errors(include_url=False):
-        *path, last = details["loc"] or [""]
-        if details["type"] == "missing" and isinstance(last, int):
-            if tuple(path) in short:
-                continue
-            short.add(tuple(path))
-            details = details | {"type": "too_short", "loc": tuple(path)}
-        yield details
+        path, union, node = find_key(details["loc"], root)
+        if details["type"] == "missing" and isinstance(path[-1], int):
+            details["type"], (path, union, node) = "too_short", find_key(details["loc"][:-1], root)
+        located.append((path, union, node, details))
+    inside = {union for path, union, *_ in located if path != union}
+    problems: dict[Path, RecipeError] = {}
+    for path, union, node, details in located:
+        if path not in problems and (path != union or path not in inside):
+            problems[path] = _explain(path, node, details["type"], details["input"], origins, root)
+    return list(problems.values())
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -80,7 +83,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 def shorten(value: Any, limit: int = 60) -> str:
     """repr of a value, cut to fit on a line; words that YAML knows are written as in YAML."""
-    text = {None: "null", True: "true", False: "false"}[value] if _is_word(value) else repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
@@ -99,9 +102,7 @@ def unknown_key(path: Sequence[str | int], root: type[BaseModel]) -> tuple[str, 
     """For a key that does not exist: what could stand there, and what was probably meant."""
     *parent, last = path
     word, level = str(last), dotted(parent) if parent else ""
-    here = section_of(find_key(parent, root).kind)
-    valid = list(here.model_fields) if here else []
-    prefix = f"{level}." if level else ""
+    valid, prefix = list(keys_of(find_key(parent, root, tagged=False)[2], root)), f"{level}." if level else ""
     where = f"a key of {level}" if level else f"a key of the {'recipe' if root is Recipe else 'file'}"
     if word in OTHER_NAMES and root is Recipe:
         return where, f"did you mean {OTHER_NAMES[word]}?"
@@ -116,69 +117,41 @@ def unknown_key(path: Sequence[str | int], root: type[BaseModel]) -> tuple[str, 
     return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key" if root is Recipe else ""
 
 
-def _one_per_union(found: Sequence[tuple[Any, Spot]]) -> Iterator[tuple[Any, Spot]]:
-    """Pydantic tells of each form of a union why it does not fit; what was meant is one of them.
-
-    Problems inside a form are of a value with that form's shape; a value with no form's shape is one problem.
-    """
-    inside = {spot.union for _, spot in found if spot.union is not None and spot.path != spot.union}
-    for details, spot in found:
-        if spot.union is None or spot.path != spot.union:
-            yield details, spot
-        elif spot.union not in inside:
-            inside.add(spot.union)
-            yield details, spot
-
-
-def _explain(details: Any, spot: Spot, origins: Mapping[str, Origin], root: type[BaseModel]) -> RecipeError:
-    value, info, kind = details["input"], spot.info, spot.kind
-    path = dotted(spot.path)
-    if details["type"] == "extra_forbidden":
-        where, meant = unknown_key(spot.path, root)
-        if root is Recipe and (advice := advice_for_removed(spot.path)):
+def _explain(
+    steps: Path, node: Node, kind: str, value: Any, origins: Mapping[str, Origin], root: type[BaseModel]
+) -> RecipeError:
+    path = dotted(steps)
+    if kind == "extra_forbidden":
+        if root is Recipe and (advice := advice_for_removed(steps)):
             return RecipeError(path, with_origin("a removed key", path, origins), "no such key", advice)
-        return RecipeError(path, with_origin("an unknown key", path, origins), where, meant)
-    expected = expected_type(kind, info.metadata if info else ())
-    if details["type"] == "missing":
-        sentence = (info.description or "").rstrip(".") if info else ""
+        return RecipeError(path, with_origin("an unknown key", path, origins), *unknown_key(steps, root))
+    expected = takes(node, root)
+    if kind == "missing":
+        sentence = node.get("description", "").rstrip(".")
         return RecipeError(path, "nothing", f"{expected} ({sentence})", f"add the key {path}")
     found = with_origin(shorten(value), path, origins)
-    optional = info is None or not info.is_required()
-    return RecipeError(path, found, expected, _advice(kind, value, path, optional))
+    return RecipeError(path, found, expected, _advice(node, value, path, root))
 
 
-def _advice(kind: Any, value: Any, path: str, optional: bool) -> str:
-    inner, _ = unwrap(kind)
-    if words := choices(kind):
-        if takes_own(kind):
+def _advice(node: Node, value: Any, path: str, root: type[BaseModel]) -> str:
+    forms, section = forms_of(node, root), keys_of(node, root)
+    if section and len(kinds_of(node)) == 1:
+        keys = f"its keys are {', '.join(section)}"
+        way = f"remove {path}" if "default" in node else "write {}"
+        return keys if value is not None else f"{way} to take the defaults; {keys}"
+    if words := [word for form in forms for word in form.get("enum", ())]:
+        if {"type": "string"} in forms:
             return meant(str(value), [*words, *registered_names(path)])
         close = nearest(str(value), words)
         return f"did you mean {close}?" if close else ""
-    if inner is bool and str(value).lower() in _YES_NO:
+    kinds = {form.get("type") for form in forms}
+    if kinds == {"boolean"} and str(value).lower() in _YES_NO:
         return f"write {_YES_NO[str(value).lower()]}"
-    if inner in (int, float) and isinstance(value, str) and _is_number(value):
+    if kinds <= {"integer", "number"} and isinstance(value, str) and _NUMBER.fullmatch(value):
         hint = "write it with a dot (1.0e-4): YAML 1.1 readers take 1e-4 for text"
         return hint if "e" in value.lower() and "." not in value else "remove the quotes"
-    if inner is str and isinstance(value, int | float):
+    if kinds == {"string"} and isinstance(value, int | float):
         return "put it in quotes"
-    section = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
-    if section is not None:
-        keys = f"its keys are {', '.join(section.model_fields)}"
-        if value is not None:
-            return keys
-        return f"{f'remove {path}' if optional else 'write {}'} to take the defaults; {keys}"
-    if isinstance(value, dict) and get_origin(inner) is list:
+    if isinstance(value, dict) and kinds == {"array"}:
         return f"write the whole list: --set '{path}=[…]'"
     return ""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
