@@ -109,7 +109,8 @@ def test_a_missing_recipe_names_a_near_file(write: Write) -> None:
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").touch()
     told = refused(tmp_path)
-    assert f"found the folder {tmp_path}, expected a recipe file" in told
+    assert told.splitlines()[1].startswith("• recipe: found")
+    assert str(tmp_path) in told
     assert f"did you mean {tmp_path / 'recipe.yaml'}?" in told
 
 

@@ -16,7 +16,7 @@ from practicum.recipe.checks.combinations import combinations
 from practicum.recipe.places import Place, locate
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.origins import DEFAULT, OVERRIDE, Layers, Origin, leaves, spelled_out
+from practicum.recipe.text.origins import DEFAULT, Layers, Origin, leaves, spelled_out
 from practicum.recipe.text.problems import explain, shorten, with_origin
 from practicum.recipe.text.type_text import nearest
 
@@ -44,7 +44,11 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     layers = Layers()
     try:
         for file, document in _chain(source, data):
-            _add_file(layers, file, document, source)
+            own = file == source
+            kind = "dict" if file == DICT else "file" if own else "base"
+            origin = Origin(kind, "" if own else os.path.relpath(file, source.parent))
+            values = {key: value for key, value in document.data.items() if own or key != "extends"}
+            layers.add(values, origin, document.lines)
     except RecipeError as error:
         raise RecipeErrors(str(source), [error]) from None
     _override(layers, overrides, str(source))
@@ -59,7 +63,7 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     except RecipeError as error:  # a part of the user's that the checks ask for its traits
         problems = [error]
     if problems:
-        raise RecipeErrors(str(source), [_with_origin(p, layers.origins) for p in problems])
+        raise RecipeErrors(str(source), [with_origin(p, layers.origins) for p in problems])
     return LoadedRecipe(checked, origins, source, places)
 
 
@@ -70,7 +74,7 @@ def problems_of(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except RecipeErrors as several:
         origins = {leaf: origin for leaf, origin in loaded.origins.items() if origin.kind != "default"}
-        problems = [_with_origin(problem, origins) for problem in several.errors]
+        problems = [with_origin(problem, origins) for problem in several.errors]
         raise RecipeErrors(str(loaded.source), problems) from None
 
 
@@ -83,36 +87,29 @@ def _chain(source: Path, data: Mapping[str, Any] | None = None) -> list[tuple[Pa
     """The recipe's file, or its data, and its bases, the deepest base first."""
     chain: list[tuple[Path, yamlfile.Document]] = []
     seen: list[Path] = []
-    file = source
+    file, document = source, _read(source, "recipe") if data is None else yamlfile.Document(data)
     while True:
-        if data is not None and not chain:
-            document = yamlfile.Document(data)
-        else:
-            document = _read(file, extended_by=chain[-1] if chain else None)
         chain.append((file, document))
         seen.append(file.resolve())
         base = document.data.get("extends")
         if base is None:
             return chain[::-1]
-        place = _extends(file, document)
-        if not isinstance(base, str):
-            raise RecipeError(place, shorten(base), "the path of one recipe file")
-        file = file.parent / base
+        line = document.lines.get("extends")
+        place = f"extends of {file}" if line is None else f"extends (line {line} of {file})"
         try:
+            file = file.parent / base
             is_circle = file.resolve() in seen
-        except ValueError:  # characters that no path has
+        except (TypeError, ValueError):  # no text, or characters that no path has
             raise RecipeError(place, shorten(base), "the path of one recipe file") from None
         if is_circle:
             circle = " → ".join(p.name for p in [*seen, file])
             raise RecipeError(place, f"a circle: {circle}", "a chain of recipes that ends")
+        document = _read(file, place)
 
 
-def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yamlfile.Document:
-    place = "recipe" if extended_by is None else _extends(*extended_by)
+def _read(file: Path, place: str) -> yamlfile.Document:
     try:
         text = file.read_text(encoding="utf-8-sig")
-    except IsADirectoryError:
-        raise RecipeError(place, f"the folder {file}", "a recipe file (YAML)", _file_inside(file)) from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise RecipeError(place, f"{reason}: {file}", "a recipe file (YAML)", _other_file(file)) from None
@@ -125,37 +122,16 @@ def _read(file: Path, extended_by: tuple[Path, yamlfile.Document] | None) -> yam
     return document
 
 
-def _extends(file: Path, document: yamlfile.Document) -> str:
-    line = document.lines.get("extends")
-    return f"extends of {file}" if line is None else f"extends (line {line} of {file})"
-
-
-def _file_inside(folder: Path) -> str:
-    there = sorted(file for pattern in ("*.yaml", "*.yml") for file in folder.glob(pattern))
-    return f"did you mean {' or '.join(str(file) for file in there[:3])}?" if there else ""
-
-
-def _other_file(missing: Path) -> str:
-    if not missing.parent.is_dir():
-        return f"the folder {missing.parent} does not exist"
-    there = sorted(p.name for p in missing.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-    stems = {Path(name).stem: name for name in there}
-    close = nearest(missing.stem, stems)
-    return f"did you mean {missing.parent / stems[close]}?" if close else ""
-
-
-def _add_file(layers: Layers, file: Path, document: yamlfile.Document, source: Path) -> None:
-    own = file == source
-    name = "" if own else os.path.relpath(file, source.parent)
-
-    def origin_of(path: str) -> Origin:
-        if file == DICT:
-            return Origin("dict")
-        lines = document.lines  # a value that was spelled out has the line of its section
-        return Origin("file" if own else "base", name, lines.get(path, lines.get(path.rpartition(".")[0])))
-
-    data = {key: value for key, value in document.data.items() if own or key != "extends"}
-    layers.add(data, origin_of)
+def _other_file(path: Path) -> str:
+    """What was probably meant by a folder, or by a file that is missing."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    there = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".yml"))
+    if folder != path:
+        close = nearest(path.stem, [file.stem for file in there])
+        there = [file for file in there if file.stem == close]
+    return f"did you mean {' or '.join(map(str, there[:3]))}?" if there else ""
 
 
 def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
@@ -163,40 +139,28 @@ def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
     data: dict[str, Any] = {}
     problems: list[RecipeError] = []
     for text in overrides:
-        key, equals, value = text.partition("=")
-        steps = tuple(step.strip() for step in key.split("."))
-        if not equals or not all(steps):
-            expected = "key=value, such as train.lr=1e-5"
-            problems.append(RecipeError("--set", shorten(text), expected))
-        elif steps == ("extends",):
-            advice = "give the other recipe, or write extends into the file"
-            problems.append(RecipeError("--set extends", shorten(value), "any other key", advice))
-        else:
-            try:
-                parsed = yamlfile.parse(value, f"--set {key}").data
-            except RecipeError as error:
-                problems.append(error)
-                continue
-            _place(data, steps, parsed)
-    layers.add(data, lambda _: OVERRIDE)
+        key, equals, written = text.partition("=")
+        steps = [step.strip() for step in key.split(".")]
+        try:
+            if not equals or not all(steps):
+                raise RecipeError("--set", shorten(text), "key=value, such as train.lr=1e-5")
+            if steps == ["extends"]:
+                advice = "give the other recipe, or write extends into the file"
+                raise RecipeError("--set extends", shorten(written), "any other key", advice)
+            value = yamlfile.parse(written, f"--set {key}").data
+        except RecipeError as error:
+            problems.append(error)
+            continue
+        # A mapping that a value is short for adds to what is there.
+        if isinstance(mapping := spelled_out(tuple(steps), value), dict) and not isinstance(value, dict):
+            ((last, value),) = mapping.items()
+            steps.append(last)
+        holder = data
+        for step in steps[:-1]:
+            if not isinstance(holder.get(step), dict):
+                holder[step] = {}
+            holder = holder[step]
+        holder[steps[-1]] = value
+    layers.add(data, Origin("--set"))
     if problems:
         raise RecipeErrors(source, problems)
-
-
-def _place(data: dict[str, Any], steps: Sequence[str], value: Any) -> dict[str, Any]:
-    """`data` with the value where the steps lead; a mapping that it is short for adds to what is there."""
-    if isinstance(mapping := spelled_out(tuple(steps), value), dict) and not isinstance(value, dict):
-        ((key, value),) = mapping.items()
-        steps = [*steps, key]
-    holder = data
-    for step in steps[:-1]:
-        if not isinstance(holder.get(step), dict):
-            holder[step] = {}
-        holder = holder[step]
-    holder[steps[-1]] = value
-    return data
-
-
-def _with_origin(problem: RecipeError, origins: dict[str, Origin]) -> RecipeError:
-    found = with_origin(problem.found, problem.path, origins)
-    return RecipeError(problem.path, found, problem.expected, problem.suggestion)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 
@@ -22,7 +22,6 @@ class Origin:
 
 
 DEFAULT = Origin("default")
-OVERRIDE = Origin("--set")
 
 # Where one key takes the place of another, with the keys that make no sense without each.
 _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
@@ -53,16 +52,17 @@ class Layers:
         self.data: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
 
-    def add(self, layer: Mapping[str, Any], origin_of: Callable[[str], Origin]) -> None:
-        """Lay one more recipe over what is there; `origin_of` tells the origin of a dotted path."""
-        self._merge(self.data, spelled_out((), layer), (), origin_of)
+    def add(self, layer: Mapping[str, Any], origin: Origin, lines: Mapping[str, int] | None = None) -> None:
+        """Lay one more recipe over what is there; `lines` are those of dotted paths."""
+        self._merge(self.data, spelled_out((), layer), (), origin, lines or {})
 
     def _merge(
         self,
         data: dict[str, Any],
         layer: Mapping[str, Any],
         path: tuple[str, ...],
-        origin_of: Callable[[str], Origin],
+        origin: Origin,
+        lines: Mapping[str, int],
     ) -> None:
         self._drop_replaced(data, layer, path)
         for key, value in layer.items():
@@ -71,7 +71,7 @@ class Layers:
             if isinstance(value, dict) and isinstance(old, dict) and path != ("route", "to"):
                 if value:
                     self.origins.pop(".".join(here), None)
-                self._merge(old, value, here, origin_of)
+                self._merge(old, value, here, origin, lines)
                 continue
             self._forget(here)
             if value is None and path in _NAMED and key in data:
@@ -79,7 +79,9 @@ class Layers:
                 continue
             data[key] = copy.deepcopy(value)
             for leaf, _ in leaves(value, ".".join(here)):
-                self.origins[leaf] = origin_of(leaf)
+                # A value that was spelled out has the line of its section.
+                line = lines.get(leaf, lines.get(leaf.rpartition(".")[0]))
+                self.origins[leaf] = replace(origin, line=line)
 
     def _drop_replaced(self, data: dict[str, Any], layer: Mapping[str, Any], path: tuple[str, ...]) -> None:
         place = (path[0], "*") if len(path) == 2 and path[:1] in _NAMED else path
@@ -102,16 +104,15 @@ class Layers:
 def spelled_out(path: tuple[str, ...], value: Any) -> Any:
     """A value with short forms written out: `runtime: ray` is {kind: ray}, `reward: exact` and
     `reward: {functions: [exact]}` are {functions: [{use: exact}]}; so are a task's rewards."""
-    if path == ("runtime",) and isinstance(value, str):
-        return {"kind": value}
-    if path == ("checks",) and isinstance(value, str):
-        return {"level": value}
+    if isinstance(value, str) and path in (("runtime",), ("checks",)):
+        return {"kind" if path == ("runtime",) else "level": value}
     if path == ("reward",) and isinstance(value, str | list):
         value = {"functions": value}
     if path == ("reward", "functions") or (path[:1] == ("tasks",) and path[2:] == ("rewards",)):
         items = [value] if isinstance(value, str) else value
-        is_list = isinstance(items, list)
-        return [{"use": item} if isinstance(item, str) else item for item in items] if is_list else items
+        if isinstance(items, list):
+            return [{"use": item} if isinstance(item, str) else item for item in items]
+        return items
     if isinstance(value, Mapping):
         return {key: spelled_out((*path, key), inner) for key, inner in value.items()}
     return value

@@ -71,7 +71,8 @@ def explain(
     problems: dict[Path, RecipeError] = {}
     for path, union, node, details in located:
         if path not in problems and (path != union or path not in inside):
-            problems[path] = _explain(path, node, details["type"], details["input"], origins, root)
+            problem = _explain(path, node, details["type"], details["input"], root)
+            problems[path] = problem if details["type"] == "missing" else with_origin(problem, origins)
     return list(problems.values())
 
 
@@ -87,15 +88,16 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def with_origin(found: str, path: str, origins: Mapping[str, Origin]) -> str:
-    """`found`, with the file and line or --set it came from: its own, or that of the list it is in."""
-    path = re.sub(r"\[(\d+)\]", r".\1", path)
+def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeError:
+    """The problem with the file and line, or --set, of what was found, or of the list that it is in."""
+    path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
     beneath = (o for key, o in origins.items() if key == path or key.startswith(f"{path}."))
     origin = origins.get(path) or next(beneath, None)
     while origin is None and path:
         path = path.rpartition(".")[0]
         origin = origins.get(path)
-    return found if origin is None else f"{found} ({origin})"
+    found = problem.found if origin is None else f"{problem.found} ({origin})"
+    return RecipeError(problem.path, found, problem.expected, problem.suggestion)
 
 
 def unknown_key(path: Sequence[str | int], root: type[BaseModel]) -> tuple[str, str]:
@@ -117,20 +119,17 @@ def unknown_key(path: Sequence[str | int], root: type[BaseModel]) -> tuple[str, 
     return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key" if root is Recipe else ""
 
 
-def _explain(
-    steps: Path, node: Node, kind: str, value: Any, origins: Mapping[str, Origin], root: type[BaseModel]
-) -> RecipeError:
-    path = dotted(steps)
+def _explain(path: Path, node: Node, kind: str, value: Any, root: type[BaseModel]) -> RecipeError:
+    key = dotted(path)
     if kind == "extra_forbidden":
-        if root is Recipe and (advice := advice_for_removed(steps)):
-            return RecipeError(path, with_origin("a removed key", path, origins), "no such key", advice)
-        return RecipeError(path, with_origin("an unknown key", path, origins), *unknown_key(steps, root))
+        if root is Recipe and (advice := advice_for_removed(path)):
+            return RecipeError(key, "a removed key", "no such key", advice)
+        return RecipeError(key, "an unknown key", *unknown_key(path, root))
     expected = takes(node, root)
     if kind == "missing":
         sentence = node.get("description", "").rstrip(".")
-        return RecipeError(path, "nothing", f"{expected} ({sentence})", f"add the key {path}")
-    found = with_origin(shorten(value), path, origins)
-    return RecipeError(path, found, expected, _advice(node, value, path, root))
+        return RecipeError(key, "nothing", f"{expected} ({sentence})", f"add the key {key}")
+    return RecipeError(key, shorten(value), expected, _advice(node, value, key, root))
 
 
 def _advice(node: Node, value: Any, path: str, root: type[BaseModel]) -> str:
