@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.checks.combinations import combinations
-from practicum.recipe.places import Place, locate
+from practicum.recipe.places import locate
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.origins import DEFAULT, Layers, Origin, leaves, spelled_out
@@ -31,8 +31,8 @@ class LoadedRecipe:
     recipe: Recipe
     origins: dict[str, Origin]
     source: Path
-    places: list[Place] = field(default_factory=list)
-    """Where the files, models and functions that it names were found."""
+    places: list[str] = field(default_factory=list)
+    """Sentences that say where the files, models and functions that it names were found."""
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> LoadedRecipe:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from practicum.errors import PracticumError, RecipeError
-from practicum.recipe.user_functions import import_function, import_object, meant
+from practicum.recipe.user_functions import import_function, import_object, meant, not_imported
 from practicum.user_code import error_line, frames, trace
 
 T = TypeVar("T")
@@ -85,12 +85,7 @@ _found: dict[tuple[str, str, str], Any] = {}
 
 
 def find_part(
-    kind: str,
-    name: str,
-    builtin: Mapping[str, T] | None = None,
-    *,
-    path: str = "",
-    of: type[T] | None = None,
+    kind: str, name: str, builtin: Mapping[str, T] | None = None, *, path: str = "", of: type[T] | None = None
 ) -> T:
     """The part of this kind and name; a RecipeError at `path`, or the kind's key, if there is none.
 
@@ -103,10 +98,7 @@ def find_part(
     place = kind, name, os.getcwd()
     if place not in _found:
         path = path or PARTS[kind].key
-        if ":" in name:
-            part = import_object(name, path)
-        else:
-            part = _registered(kind, name, known, path)
+        part = import_object(name, path) if ":" in name else _registered(kind, name, known, path)
         _found[place] = _checked(PARTS[kind], part, name, path, of)
     return _found[place]
 
@@ -170,28 +162,22 @@ def _registered(kind: str, name: str, known: Iterable[str], path: str) -> Any:
     try:
         return entry.load()
     except (Exception, SystemExit) as error:
-        hint = f"importing {value} raised {error_line(error)}\n{frames(error, '    ')}".rstrip()
-        raise RecipeError(path, repr(name), "a registered part that can be imported", hint) from None
+        raise not_imported(error, value, name, path) from None
 
 
 def _checked(kind: PartKind, part: Any, name: str, path: str, of: type | None) -> Any:
     """The part, if it is what its kind must be."""
-    if kind.takes is None:
-        assert of is not None
-        if not isinstance(part, of):
-            raise RecipeError(path, f"{name!r} of type {type(part).__name__}", kind.expected, GUIDE)
-        return part
-    if not callable(part):
+    if not (callable(part) if kind.takes is not None else isinstance(part, of or object)):
         raise RecipeError(path, f"{name!r} of type {type(part).__name__}", kind.expected, GUIDE)
+    if kind.takes is None:
+        return part
     if inspect.iscoroutinefunction(part):
         raise RecipeError(path, f"{name!r}, an async function", kind.expected, "declare it without async")
-    try:
+    with suppress(ValueError):  # some functions written in C have no signature
         signature = inspect.signature(part)
-    except (TypeError, ValueError):  # some functions written in C have none
-        return guarded(part, f"{path}: {name}")
-    try:
-        signature.bind(*kind.takes)
-    except TypeError as error:
-        found = f"{name!r}, which takes {signature}"
-        raise RecipeError(path, found, kind.expected, f"{error}; {GUIDE}") from None
+        try:
+            signature.bind(*kind.takes)
+        except TypeError as error:
+            found = f"{name!r}, which takes {signature}"
+            raise RecipeError(path, found, kind.expected, f"{error}; {GUIDE}") from None
     return guarded(part, f"{path}: {name}")

@@ -6,77 +6,34 @@ import glob
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from practicum.recipe.text.origins import Origin
 from practicum.recipe.user_functions import module_file, split_function
 
-_FILES = (
-    "model.path",
-    "model.tokenizer",
-    "algorithm.kl.reference",
-    "tasks.*.file",
-    "tasks.*.file.*",
-    "tasks.*.eval_file",
-    "tasks.*.eval_file.*",
-    "tasks.*.dataset",
-    "teachers.*.model",
-    "teachers.*.adapter",
-    "teachers.*.tokenizer",
-    "reward.models.*.model",
-    "agent.loop.command.*",
-)
+_FILES = """
+    model.path model.tokenizer algorithm.kl.reference
+    tasks.*.file tasks.*.file.* tasks.*.eval_file tasks.*.eval_file.* tasks.*.dataset
+    teachers.*.model teachers.*.adapter teachers.*.tokenizer reward.models.*.model agent.loop.command.*
+"""
 """Keys whose values are files, patterns of files, or folders of models and datasets."""
-_FUNCTIONS = (
-    "reward.functions.*.use",
-    "tasks.*.rewards.*.use",
-    "tasks.*.map",
-    "agent.loop",
-    "agent.loop.function",
-    "agent.tools.*",
-    "agent.tools.*.use",
-    "algorithm.advantage",
-    "algorithm.loss",
-    "algorithm.aggregation",
-    "algorithm.kl.estimator",
-    "distill.divergence",
-    "train.schedule",
-    "train.optimizer",
-    "tasks.*.kind",
-    "checks.own.*",
-    "track.to.*",
-    "stages.*",
-)
+_FUNCTIONS = """
+    reward.functions.*.use tasks.*.rewards.*.use tasks.*.map tasks.*.kind
+    agent.loop agent.loop.function agent.tools.* agent.tools.*.use
+    algorithm.advantage algorithm.loss algorithm.aggregation algorithm.kl.estimator distill.divergence
+    train.schedule train.optimizer checks.own.* track.to.* stages.*
+"""
 """Keys whose values may name a function or another part of the user's as module:name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a key names, where it was found, and another place that has it too."""
-
-    key: str
-    written: str
-    taken: Path | None = None
-    beside_recipe: bool = False
-    other: Path | None = None
-
-    def __str__(self) -> str:
-        if self.taken is None:
-            return f"{self.key}: {self.written} is neither beside the recipe nor in the working directory"
-        where = "beside the recipe" if self.beside_recipe else "in the working directory"
-        also = f" (not taken: {_short(self.other)})" if self.other is not None else ""
-        return f"{self.key}: {_short(self.taken)}, {where}{also}"
-
-
-def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) -> list[Place]:
-    """Write the absolute path in place of what lies beside the recipe; return where everything was found.
+def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) -> list[str]:
+    """Write the absolute path in place of what lies beside the recipe; say where everything was found.
 
     A value is looked for in the folder of the file that it stands in, then in the working directory; one of
     --set the other way round. What is in the working directory, or nowhere yet, stays as it was written.
     """
-    places = []
+    sentences = []
     for holder, key, path, is_function in _values(data):
         written = holder[key]
         if not isinstance(written, str) or Path(written).expanduser().is_absolute():
@@ -88,11 +45,28 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
             above = above.rpartition(".")[0]
         if above not in origins or (is_function and split_function(written) is None):
             continue
-        place, holder[key] = _find(path, written, origins[above], source.parent, is_function)
+        origin, find = origins[above], _function_file if is_function else _file
+        beside = Path(
+            os.path.normpath((source.parent / origin.file).parent if origin.file else source.parent)
+        )
+        near, here = find(beside.absolute(), written), find(Path.cwd(), written)
+        first, second = (here, near) if origin.kind == "--set" else (near, here)
+        taken = first or second
         # A module that is in neither place is installed; an argument of a command may be no file.
-        if place.taken is not None or not (is_function or path.startswith("agent.loop.command")):
-            places.append(place)
-    return places
+        if taken is None and not (is_function or path.startswith("agent.loop.command")):
+            sentences.append(f"{path}: {written} is neither beside the recipe nor in the working directory")
+        if taken is None:
+            continue
+        where = "beside the recipe" if taken is near else "in the working directory"
+        also = f" (not taken: {_short(second)})" if second not in (None, taken) else ""
+        sentences.append(f"{path}: {_short(taken)}, {where}{also}")
+        if taken is near and is_function:
+            # With its folder in front, whichever process imports it finds the same one.
+            inside, module, name = split_function(written) or ("", "", "")
+            holder[key] = f"{os.path.normpath(beside.absolute() / inside)}/{module}:{name}"
+        elif taken is near:
+            holder[key] = str(taken)
+    return sentences
 
 
 def absolute_files(data: dict[str, Any]) -> dict[str, Any]:
@@ -102,30 +76,6 @@ def absolute_files(data: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and not is_function and _file(Path.cwd(), value):
             holder[key] = str(Path(value).absolute())
     return data
-
-
-def _find(
-    path: str, written: str, origin: Origin, recipe_folder: Path, is_function: bool
-) -> tuple[Place, str]:
-    """Where a value was found, and the value that takes its place."""
-    beside = Path(os.path.normpath((recipe_folder / origin.file).parent if origin.file else recipe_folder))
-    find = _function_file if is_function else _file
-    near, here = find(beside.absolute(), written), find(Path.cwd(), written)
-    prefers_here = origin.kind == "--set"
-    first, second = (here, near) if prefers_here else (near, here)
-    taken = first or second
-    if taken is None:
-        return Place(path, written), written
-    by_recipe = taken is near
-    other = None if first is None or second is None or first == second else second
-    place = Place(path, written, taken, by_recipe, other)
-    if not by_recipe:
-        return place, written
-    if not is_function:
-        return place, str(taken)
-    # With its folder in front, whichever process imports it finds the same one.
-    inside, module, name = split_function(written) or ("", "", "")
-    return place, f"{os.path.normpath(beside.absolute() / inside)}/{module}:{name}"
 
 
 def _file(folder: Path, written: str) -> Path | None:
@@ -143,24 +93,20 @@ def _function_file(folder: Path, written: str) -> Path | None:
 
 def _values(data: Any) -> Iterator[tuple[Any, Any, str, bool]]:
     """Yield (mapping or list, key in it, dotted path, True for a function) of all that the patterns name."""
-    for pattern in (*_FILES, *_FUNCTIONS):
-        for holder, key, path in _walk(data, pattern.split("."), ""):
-            yield holder, key, path, pattern in _FUNCTIONS
+    for patterns in (_FILES, _FUNCTIONS):
+        for pattern in patterns.split():
+            for holder, key, path in _walk(data, pattern.split("."), ""):
+                yield holder, key, path, patterns is _FUNCTIONS
 
 
 def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any, str]]:
     step, *rest = steps
-    keys: list[Any] = []
-    if isinstance(data, dict):
-        keys = list(data) if step == "*" else [step] if step in data else []
-    elif isinstance(data, list) and step == "*":
-        keys = list(range(len(data)))
-    for key in keys:
-        here = f"{path}.{key}" if path else str(key)
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    for key in [key for key in keys if step in ("*", key)]:
         if rest:
-            yield from _walk(data[key], rest, here)
+            yield from _walk(data[key], rest, f"{path}{key}.")
         else:
-            yield data, key, here
+            yield data, key, f"{path}{key}"
 
 
 def _short(path: Path) -> str:

@@ -64,19 +64,18 @@ def _import(module_name: str, folder: Path, use: str, path: str) -> Any:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name not in (module_name, module_name.partition(".")[0]):  # one that the user's imports
-            raise _not_imported(error, module_name, folder, use, path) from None
+            raise not_imported(error, f"{module_name} from {folder}", use, path) from None
         near = get_close_matches(module_name, [file.stem for file in folder.glob("*.py")], n=1)
         hint = f"there is no module {module_name} in {folder}, and none is installed"
         hint += f"; did you mean {near[0]}:{use.rpartition(':')[2]}?" if near else ""
         raise RecipeError(path, repr(use), "a module that can be imported", hint) from None
     except (Exception, SystemExit) as error:
-        raise _not_imported(error, module_name, folder, use, path) from None
+        raise not_imported(error, f"{module_name} from {folder}", use, path) from None
 
 
-def _not_imported(error: BaseException, module_name: str, folder: Path, use: str, path: str) -> RecipeError:
-    hint = f"importing {module_name} from {folder} raised {error_line(error)}"
-    where = frames(error, "    ")
-    hint = f"{hint}\n{where}" if where else hint
+def not_imported(error: BaseException, module: str, use: str, path: str) -> RecipeError:
+    """The error that says what importing the module of `use` raised, with the user's frames."""
+    hint = f"importing {module} raised {error_line(error)}\n{frames(error, '    ')}".rstrip()
     return RecipeError(path, repr(use), "a module that can be imported", hint)
 
 
@@ -95,8 +94,7 @@ def _forget_namesakes(module_name: str, folder: Path) -> None:
 def _home(package: str) -> Path | None:
     """The folder that a module was imported from, if it was."""
     module = sys.modules.get(package)
-    inside = next(iter(getattr(module, "__path__", ())), None)
-    file = inside or getattr(module, "__file__", None)
+    file = next(iter(getattr(module, "__path__", ())), None) or getattr(module, "__file__", None)
     return None if file is None else Path(file).absolute().parent
 
 

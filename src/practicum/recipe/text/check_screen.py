@@ -87,23 +87,17 @@ def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     second = min(_WIDEST, max(len(value) for _, value, default in rows if default))
     lines = []
     for key, value, default in rows:
-        room = second if default else COLUMNS - first - 4
-        cells = [_shortened(key, first).ljust(first), _shortened(value, room).ljust(room)]
-        cells.append(_shortened(default, COLUMNS - first - second - 6))
-        lines.append("  ".join(cells).rstrip())
+        widths = first, second if default else COLUMNS - first - 4, COLUMNS - first - second - 6
+        cells = zip((key, value, default), widths, strict=True)
+        texts = [text if len(text) <= width else f"{text[: width - 1]}…" for text, width in cells]
+        lines.append("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
     return lines
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _wrapped(text: str) -> list[str]:
     # Paths stay whole, to be copied.
-    wrapper = textwrap.TextWrapper(
-        COLUMNS - 2, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
-    )
-    return wrapper.wrap(_nearby(text)) or [""]
+    whole = {"break_on_hyphens": False, "break_long_words": False}
+    return textwrap.wrap(_nearby(text), COLUMNS - 2, subsequent_indent="  ", **whole) or [""]
 
 
 def _cut(lines: list[str], most: int) -> list[str]:
