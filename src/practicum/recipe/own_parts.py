@@ -173,7 +173,7 @@ def _checked(kind: PartKind, part: Any, name: str, path: str, of: type | None) -
         return part
     if inspect.iscoroutinefunction(part):
         raise RecipeError(path, f"{name!r}, an async function", kind.expected, "declare it without async")
-    with suppress(ValueError):  # some functions written in C have no signature
+    with suppress(TypeError, ValueError):  # some functions written in C have no signature
         signature = inspect.signature(part)
         try:
             signature.bind(*kind.takes)

@@ -1,22 +1,23 @@
-"""Models that an engine can't compute, by the traits of `schema.engine_sections.ENGINES`."""
+"""Models that an engine can't compute, by the traits of `ENGINES`, and devices that a cluster can't give."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from practicum.devices import names_one_of_several
 from practicum.errors import RecipeError
 from practicum.recipe.derived import folder_config, model_traits
 from practicum.recipe.schema.engine_sections import EngineChoice, Heads
-from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.runtime_section import Pool
 
 
 def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
     """Yield every problem of the engines that sample and score."""
     rollout, model, teachers = recipe.rollout, recipe.model, recipe.teachers
-    traits, student_heads = model_traits(model), _heads(model)
-    yield from _computes("rollout", rollout, "model.dtype", model.dtype, traits.vision)
-    yield from _settings("rollout", rollout, student_heads)
+    traits, make = model_traits(model), model.make
+    student_heads = _folder_heads(model.path) if make is None else (make.heads, make.kv_heads)
+    yield from _computes("rollout", rollout, "model.dtype", model.dtype, traits.vision, student_heads)
     if recipe.on_ray and rollout.engine_devices > 1:
         yield from _several_devices(rollout, rollout.replicas, recipe.pools.rollout)
     for name, teacher in teachers.items():
@@ -24,10 +25,8 @@ def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
             continue
         path, on_student = f"teachers.{name}", teacher.adapter is not None and teacher.model is None
         dtype_key, dtype = ("model", model.dtype) if on_student else (path, teacher.dtype)
-        yield from _computes(path, teacher, f"{dtype_key}.dtype", dtype, traits.vision)
-        yield from _settings(
-            path, teacher, student_heads if teacher.model is None else _folder_heads(teacher.model)
-        )
+        heads = student_heads if teacher.model is None else _folder_heads(teacher.model)
+        yield from _computes(path, teacher, f"{dtype_key}.dtype", dtype, traits.vision, heads)
         engine, able = teacher.engine, teacher.engine_traits
         if teacher.student is not None and model.lora is not None and not able.scores_student_adapter:
             found = f"{engine} with a copy of a student that has an adapter"
@@ -43,7 +42,7 @@ def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _computes(
-    path: str, choice: EngineChoice, dtype_key: str, dtype: str, sees: bool
+    path: str, choice: EngineChoice, dtype_key: str, dtype: str, sees: bool, heads: Heads | None
 ) -> Iterator[RecipeError]:
     if dtype not in choice.engine_traits.dtypes:
         found = f"{dtype} with {path}.engine {choice.engine}"
@@ -51,9 +50,6 @@ def _computes(
     if sees and not choice.engine_traits.vision:
         found = f"{choice.engine} with a student that takes images"
         yield RecipeError(f"{path}.engine", found, "an engine that takes images, such as torch")
-
-
-def _settings(path: str, choice: EngineChoice, heads: Heads | None) -> Iterator[RecipeError]:
     if choice.engine_settings is not None:
         yield from choice.engine_settings.problems(f"{path}.{choice.engine}", heads)
 
@@ -73,14 +69,42 @@ def _several_devices(choice: EngineChoice, replicas: int | None, pool: Pool | No
         yield RecipeError("rollout.replicas", found, expected, "remove it, or change pools.rollout")
 
 
-def _heads(model: Model) -> Heads | None:
-    """Attention heads and KV heads; None if they are not known yet."""
-    make = model.make
-    return _folder_heads(model.path) if make is None else (make.heads, make.kv_heads)
-
-
 def _folder_heads(path: str | None) -> Heads | None:
+    """Attention heads and KV heads; None if they are not known yet."""
     config = folder_config(path)
     text = config.get("text_config") or config
     queries = text.get("num_attention_heads")
     return (queries, text.get("num_key_value_heads") or queries) if isinstance(queries, int) else None
+
+
+def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield every problem of a recipe that runs on a cluster, and of its optimizer."""
+    train, ranks = recipe.train, recipe.data_parallel
+    if train.optimizer == "adamw_8bit" and ranks > 1:
+        found = f"adamw_8bit with {ranks} data-parallel ranks (pools.train)"
+        advice = (
+            "blocks of 256 numbers share a scale, and the cut between ranks does not follow them: use one "
+            "rank, or adamw with train.offload"
+        )
+        yield RecipeError("train.optimizer", found, "adamw", advice)
+    if train.optimizer == "adamw_8bit" and recipe.model.dtype == "float64":
+        yield RecipeError("train.optimizer", "adamw_8bit with model.dtype float64", "adamw")
+    if train.offload == "host" and recipe.model.device == "cpu":
+        found = "host with model.device cpu, whose memory is the host's"
+        yield RecipeError("train.offload", found, "none")
+    if not recipe.on_ray:
+        return  # what a recipe says of a cluster is for the runs that have one
+    devices = {"model": recipe.model.device}
+    devices |= {path: model.device for path, model in recipe.own_models.items()}
+    for path, device in devices.items():
+        if names_one_of_several(device):
+            found, advice = f"{device} with runtime.kind ray", "Ray chooses which GPU a process gets"
+            yield RecipeError(f"{path}.device", found, f"auto, cpu or {device.partition(':')[0]}", advice)
+    pool, replicas, lag = recipe.pools.rollout, recipe.engine_replicas, recipe.rollout.lag
+    if pool is None and lag:
+        advice = "engines can't share the learner's devices while it works: add rollout: {devices: 1}"
+        yield RecipeError("pools.rollout", f"none with rollout.lag {lag}", "a pool of devices", advice)
+    if pool is not None and recipe.rollout.engine_devices == 1 and replicas < pool.total:
+        advice = "a device without an engine would stay idle: lower pools.rollout, or remove rollout.replicas"
+        found = f"{replicas} with {pool.nodes} × {pool.devices} devices in pools.rollout"
+        yield RecipeError("rollout.replicas", found, f"at least {pool.total}", advice)

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from practicum.errors import RecipeError
 from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
 from practicum.recipe.schema.recipe import Recipe, RewardFunction
-from practicum.recipe.schema.teacher_sections import RewardModel
-
-_FIELDS = ("prompt", "response", "answer")
 
 
 def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
@@ -30,18 +27,13 @@ def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
             found, expected = f"a model named like the reward {name}", "a name that no reward function has"
             advice = f"both would be the metric reward/part/{name}: call the model something else"
             yield RecipeError(path, found, expected, advice)
-        yield from _model(path, model)
-
-
-def _model(path: str, model: RewardModel) -> Iterator[RecipeError]:
-    yield from check_url(path, model.url)
-    yield from check_device(path, model.device)
-    if model.weight == 0:
-        yield RecipeError(
-            f"{path}.weight", "0", "a weight that is not 0", "remove a model that counts nothing"
-        )
-    if model.kind == "judge":
-        yield from _question(f"{path}.prompt", model.prompt)
+        yield from check_url(path, model.url)
+        yield from check_device(path, model.device)
+        if model.weight == 0:
+            expected, advice = "a weight that is not 0", "remove a model that counts nothing"
+            yield RecipeError(f"{path}.weight", "0", expected, advice)
+        if model.kind == "judge":
+            yield from _question(f"{path}.prompt", model.prompt)
 
 
 def _question(path: str, text: str) -> Iterator[RecipeError]:
@@ -51,7 +43,7 @@ def _question(path: str, text: str) -> Iterator[RecipeError]:
     except ValueError as error:
         yield RecipeError(path, str(error), expected)
         return
-    if unknown := [field for field in fields if field not in _FIELDS]:
+    if unknown := [field for field in fields if field not in ("prompt", "response", "answer")]:
         yield RecipeError(path, f"the field {{{unknown[0]}}}", expected, "no other field is filled in")
     elif "response" not in fields:
         yield RecipeError(path, "no {response}", expected, "the judge would not see the answer")

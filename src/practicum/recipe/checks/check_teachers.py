@@ -21,10 +21,8 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
     if recipe.is_supervised and (teachers or distill):
         key = "distill" if distill else "teachers"
         found, expected = f"{key} with algorithm.loss supervised", "another algorithm.loss"
-        advice = (
-            "teachers correct what the student samples: remove algorithm.loss and algorithm.advantage, or"
-        )
-        yield RecipeError(key, found, expected, f"{advice} {key}")
+        advice = f"teachers correct what the student samples: remove algorithm.loss, or {key}"
+        yield RecipeError(key, found, expected, advice)
     elif teachers and distill is None:
         advice = "add distill: {} to learn from them by the defaults, or remove them"
         yield RecipeError("teachers", f"{', '.join(teachers)} without distill", "a distill section", advice)
@@ -43,13 +41,12 @@ def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
     if keys not in _REACHED_BY:
         found = " and ".join(keys) or "neither model, url, adapter nor student"
         expected = "model, or url and model, or adapter with or without model, or student"
+        advice = "a teacher is reached in one way"
         if keys == ["url"]:
-            yield RecipeError(path, "url without model", expected, "set model to its name on that server")
+            advice = "set model to its name on that server"
         elif "url" in keys and "adapter" in keys:
             advice = "a server has adapters under names of their own: set model to that name, without adapter"
-            yield RecipeError(path, found, expected, advice)
-        else:
-            yield RecipeError(path, found, expected, "a teacher is reached in one way")
+        yield RecipeError(path, found, expected, advice)
         return
     yield from check_url(path, teacher.url)
     yield from check_device(path, teacher.device)

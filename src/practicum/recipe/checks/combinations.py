@@ -7,16 +7,14 @@ from collections.abc import Iterator
 
 from practicum.errors import RecipeError
 from practicum.recipe.checks.check_algorithm import check_algorithm
-from practicum.recipe.checks.check_engines import check_engines
+from practicum.recipe.checks.check_engines import check_engines, check_runtime
 from practicum.recipe.checks.check_reward import check_reward
-from practicum.recipe.checks.check_runtime import check_runtime
 from practicum.recipe.checks.check_teachers import check_teachers
 from practicum.recipe.checks.divergences import check_distill
 from practicum.recipe.checks.routing import check_route
 from practicum.recipe.checks.unread_keys import check_unread
 from practicum.recipe.checks.value_forms import check_device, check_names
-from practicum.recipe.schema.recipe import Eval, MakeModel, Model, Recipe, Task, Train
-from practicum.recipe.schema.rollout_sections import Agent, Rollout
+from practicum.recipe.schema.recipe import Model, Recipe, Task, Train
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -37,11 +35,23 @@ def _sections(recipe: Recipe) -> Iterator[RecipeError]:
     yield from _model(recipe.model, recipe.rollout.max_new_tokens)
     for name, task in recipe.tasks.items():
         yield from _task(f"tasks.{name}", task)
-    yield from _agent(recipe.agent, recipe.rollout)
+    agent, rollout = recipe.agent, recipe.rollout
+    if agent.loop == "tool_use" and not agent.tools:
+        expected = "at least one tool, such as [calculator]"
+        yield RecipeError("agent.tools", "none with agent.loop tool_use", expected)
+    if agent.deadline_s is not None and agent.deadline_s > rollout.deadline_s:
+        found = f"{agent.deadline_s:g} with rollout.deadline_s {rollout.deadline_s:g}"
+        advice = "all sessions of a step must be done in rollout.deadline_s: lower one, or raise the other"
+        yield RecipeError("agent.deadline_s", found, "at most rollout.deadline_s", advice)
     # A session of other loops may leave several rows.
-    rows = recipe.counts.sessions if recipe.agent.loop == "single_turn" else None
+    rows = recipe.counts.sessions if agent.loop == "single_turn" else None
     yield from _train(recipe.train, recipe.model.dtype, recipe.counts.sessions, rows)
-    yield from _eval(recipe.eval)
+    evaluation = recipe.eval
+    if evaluation.every and not evaluation.rows:
+        yield RecipeError("eval.every", f"{evaluation.every} with eval.rows 0", "0", "set eval.rows")
+    if evaluation.stop_at is not None and not (evaluation.rows and evaluation.every):
+        found = f"{evaluation.stop_at} without evaluations during training"
+        yield RecipeError("eval.stop_at", found, "evaluations to stop by", "set eval.every")
 
 
 def _model(model: Model, max_new_tokens: int) -> Iterator[RecipeError]:
@@ -53,15 +63,10 @@ def _model(model: Model, max_new_tokens: int) -> Iterator[RecipeError]:
     yield from check_device("model", model.device)
     if make is None:
         return
-    yield from _heads(make)
     if max_new_tokens >= make.context:
         found = f"{max_new_tokens} in a context of {make.context} tokens"
         advice = "lower it, or raise model.make.context: the prompt needs room too"
         yield RecipeError("rollout.max_new_tokens", found, "less than model.make.context", advice)
-
-
-def _heads(make: MakeModel) -> Iterator[RecipeError]:
-    """Attention heads and experts that the family can have."""
     if make.family in ("gpt2", "qwen2_5_vl") and make.hidden % make.heads:
         found = f"{make.hidden} with {make.heads} heads"
         yield RecipeError("model.make.hidden", found, "a multiple of model.make.heads")
@@ -89,16 +94,6 @@ def _task(path: str, task: Task) -> Iterator[RecipeError]:
             yield RecipeError(f"{path}.{key}", "an empty list", "at least one file")
 
 
-def _agent(agent: Agent, rollout: Rollout) -> Iterator[RecipeError]:
-    if agent.loop == "tool_use" and not agent.tools:
-        expected = "at least one tool, such as [calculator]"
-        yield RecipeError("agent.tools", "none with agent.loop tool_use", expected)
-    if agent.deadline_s is not None and agent.deadline_s > rollout.deadline_s:
-        found = f"{agent.deadline_s:g} with rollout.deadline_s {rollout.deadline_s:g}"
-        advice = "all sessions of a step must be done in rollout.deadline_s: lower one, or raise the other"
-        yield RecipeError("agent.deadline_s", found, "at most rollout.deadline_s", advice)
-
-
 def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterator[RecipeError]:
     """`rows` of a step, if they are known."""
     if train.autocast != "off" and dtype == "float64":
@@ -123,11 +118,3 @@ def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterato
     if train.final_lr > train.lr:
         found = f"{train.final_lr} with train.lr {train.lr}"
         yield RecipeError("train.final_lr", found, "at most train.lr")
-
-
-def _eval(rules: Eval) -> Iterator[RecipeError]:
-    if rules.every and not rules.rows:
-        yield RecipeError("eval.every", f"{rules.every} with eval.rows 0", "0", "set eval.rows")
-    if rules.stop_at is not None and not (rules.rows and rules.every):
-        found = f"{rules.stop_at} without evaluations during training"
-        yield RecipeError("eval.stop_at", found, "evaluations to stop by", "set eval.every")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from practicum.errors import RecipeError
 from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K, estimator_traits
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.teacher_sections import Distill
 
 AS_REWARD = ("k1", "k2", "k3")
 """Divergences whose negative value may be a token's advantage or reward."""
@@ -29,7 +28,7 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("distill.divergence", found, expected, reason)
     if distill.divergence in ON_TOP_K and recipe.cuts_sampling:
         found = f"{distill.divergence} with answers from a truncated distribution"
-        expected = "rollout.top_p 1, rollout.top_k 0 and rollout.min_p 0"
+        expected = "rollout.top_p 1 and rollout.top_k 0"
         advice = "tokens that are never sampled bias it: sample from all of them, or use reverse_kl"
         yield RecipeError("distill.divergence", found, expected, advice)
     advantage = recipe.algorithm.advantage
@@ -43,25 +42,33 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"{compared:g} with rollout.temperature {sampled:g} and through {distill.through}"
         advice = "an advantage or reward is of the policy that sampled: remove it, or set through: loss"
         yield RecipeError("distill.temperature", found, "unset, or rollout.temperature", advice)
-    if remote := [name for name, teacher in recipe.teachers.items() if teacher.url is not None]:
-        yield from _server(distill, f"the teacher {remote[0]} behind a URL", compared)
-
-
-def _server(distill: Distill, who: str, temperature: float) -> Iterator[RecipeError]:
-    if distill.signal == "full":
+    remote = next((name for name, teacher in recipe.teachers.items() if teacher.url is not None), None)
+    if remote is not None and distill.signal == "full":
         advice = "a server returns no hidden states: set distill.signal to top_k or sampled"
-        yield RecipeError("distill.signal", f"full with {who}", "top_k or sampled", advice)
-    if temperature != 1:
+        yield RecipeError("distill.signal", f"full with the URL of {remote}", "top_k or sampled", advice)
+    if remote is not None and compared != 1:
         key = "distill.temperature" if distill.through == "loss" else "rollout.temperature"
         path = "distill.temperature" if distill.temperature is not None else "rollout.temperature"
-        advice = f"a server scores prompts at temperature 1: set {key}: 1.0"
-        yield RecipeError(path, f"{temperature:g} with {who}", "a comparison at temperature 1", advice)
+        found, advice = f"{compared:g} with the URL of {remote}", f"a server scores at 1: set {key}: 1.0"
+        yield RecipeError(path, found, "a comparison at temperature 1", advice)
 
 
 def why_unfit(divergence: str, signal: str, through: str) -> str | None:
     """Why this divergence can't be had from this signal or used in this way, and what to use; else None."""
-    if through != "loss":
-        return _why_no_reward(divergence, signal, through)
+    of_one = (
+        f"{divergence} compares the logprobs of the sampled token alone, and what signal {signal} gives "
+        "would be ignored: use signal sampled"
+    )
+    if through != "loss":  # the negative estimate is a token's advantage or reward
+        if plain := _PLAIN.get(divergence):
+            also = "" if signal == "sampled" else " with signal sampled"
+            return f"{divergence} differs from {plain} in its gradient, and none is taken: use {plain}{also}"
+        if divergence in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {*AS_REWARD}:
+            return (
+                f"through {through} takes an estimate of the reverse KL for each sampled token, and "
+                f"{divergence} is none: use k1, k2 or k3 with signal sampled"
+            )
+        return None if signal == "sampled" else of_one
     if divergence in ON_TOP_K and signal != "top_k":
         also = "full is exact by itself: use reverse_kl" if signal == "full" else "use signal top_k"
         return f"{divergence} corrects what a top-k hides: {also}"
@@ -72,10 +79,7 @@ def why_unfit(divergence: str, signal: str, through: str) -> str | None:
             f"use signal top_k or full{also if divergence == 'reverse_kl' else ''}"
         )
     if divergence in ON_SAMPLED and signal != "sampled":
-        return (
-            f"{divergence} compares the logprobs of the sampled token alone, and what signal {signal} gives "
-            f"would be ignored: use signal sampled, or divergence reverse_kl, forward_kl or jsd"
-        )
+        return f"{of_one}, or divergence reverse_kl, forward_kl or jsd"
     return None
 
 
@@ -92,24 +96,3 @@ def why_k1_is_dead(other: str) -> str:
         f"the gradient of k1 = log student - log {other} is that of log student alone: "
         f"the {other} falls out, and nothing is learnt from it"
     )
-
-
-def _why_no_reward(divergence: str, signal: str, through: str) -> str | None:
-    """As `why_unfit`, where the negative estimate is a token's advantage or reward."""
-    if divergence in _PLAIN:
-        plain = _PLAIN[divergence]
-        return (
-            f"{divergence} differs from {plain} only in its gradient, and through {through} none is taken: "
-            f"use {plain}" + ("" if signal == "sampled" else " with signal sampled")
-        )
-    if divergence in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {*AS_REWARD}:
-        return (
-            f"through {through} takes an estimate of the reverse KL for each sampled token, and {divergence} "
-            "is none: use k1, k2 or k3 with signal sampled"
-        )
-    if signal != "sampled":
-        return (
-            f"{divergence} compares the logprobs of the sampled token alone, and what signal {signal} gives "
-            f"would be ignored: use signal sampled"
-        )
-    return None

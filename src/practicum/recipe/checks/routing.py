@@ -83,9 +83,7 @@ def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]
     builtin = [name for name, task in tasks.items() if task.kind is not None]
     if by not in ("domain", "task") and builtin:
         found = f"{by!r}, a column, with the built-in task {builtin[0]}, which has none"
-        advice = (
-            _meant([by], ["domain", "task"]) or "set it to domain or task, or take prompts from files only"
-        )
+        advice = _meant([by], ["domain", "task"]) or "set it to domain or task, or use files only"
         yield RecipeError("route.by", found, "what every prompt has", advice)
         return
     of_task = {name: value_of_task(route, name, task) for name, task in tasks.items()}

@@ -23,11 +23,6 @@ class UnreadKey(NamedTuple):
     why: str
     rule: ReadWhen
 
-    @property
-    def is_set(self) -> bool:
-        """Whether it has another value than its default."""
-        return self.value != self.default
-
 
 def unread_keys(recipe: Recipe) -> Iterator[UnreadKey]:
     """Every key of the recipe that nothing reads, set or not."""
@@ -37,14 +32,14 @@ def unread_keys(recipe: Recipe) -> Iterator[UnreadKey]:
 def check_unread(recipe: Recipe) -> Iterator[RecipeError]:
     """A problem for each key that is set, not read, and not one that other runs of the recipe may read."""
     for key in unread_keys(recipe):
-        if key.is_set and key.rule.refused:
+        if key.value != key.default and key.rule.refused:
             expected = f"{_show(key.default)} (nothing would read another value)"
             yield RecipeError(key.path, f"{_show(key.value)} {key.why}", expected, key.rule.advice)
 
 
 def unread_notes(recipe: Recipe) -> dict[str, str]:
     """Keys that are set for other runs than this one, each with the reason why it is not read here."""
-    return {key.path: f"not read {key.why}" for key in unread_keys(recipe) if key.is_set}
+    return {key.path: f"not read {key.why}" for key in unread_keys(recipe) if key.value != key.default}
 
 
 def _unread(chain: Chain, path: str, outer: Sequence[tuple[str, ReadWhen]]) -> Iterator[UnreadKey]:
