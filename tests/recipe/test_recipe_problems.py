@@ -53,7 +53,7 @@ def test_names_of_other_trainers_lead_to_keys_and_are_none_themselves() -> None:
 
 def test_a_key_with_another_name_now_says_it(write: Write) -> None:
     found = problem(write(), "track.trajectories=8")
-    assert found.suggestion == "use track.record, the number of whole groups per step"
+    assert "track.record" in found.suggestion
 
 
 def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:

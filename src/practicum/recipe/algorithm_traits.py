@@ -81,12 +81,10 @@ Traits = TypeVar("Traits", EstimatorTraits, LossTraits)
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """What the advantage estimator of this name needs and reads."""
     return _traits("advantage", name, ESTIMATORS, OWN_ESTIMATOR)
 
 
 def loss_traits(name: str) -> LossTraits:
-    """What the loss of this name needs and reads."""
     return _traits("policy_loss", name, LOSSES, OWN_LOSS)
 
 
@@ -102,6 +100,4 @@ def _traits(kind: str, name: str, builtin: Mapping[str, Traits], silent: Traits)
 
 def readers(option: str) -> list[str]:
     """Estimators or losses that read an option of `algorithm`."""
-    return sorted(
-        name for table in (ESTIMATORS, LOSSES) for name, traits in table.items() if option in traits.reads
-    )
+    return sorted(name for name, traits in (ESTIMATORS | LOSSES).items() if option in traits.reads)

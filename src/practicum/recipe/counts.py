@@ -35,30 +35,27 @@ class Counts:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of one step."""
         return self.epochs * self.minibatches
 
     def lines(self) -> list[str]:
         """The arithmetic in words."""
-        if self.supervised:
-            batch = f"{_many(self.prompts, 'demonstration')} per step"
-        else:
+        what, batch = "demonstration", f"{_many(self.prompts, 'demonstration')} per step"
+        if not self.supervised:
+            what = "session"
             product = f"{_many(self.prompts, 'prompt')} × {_many(self.samples, 'sample')}"
             batch = f"{product} = {_many(self.sessions, 'session')} per step"
             if self.baselines:
                 batch += f", and {self.baselines} greedy ones as baselines"
             if self.refills:
                 batch += f", refilled up to {_many(self.refills, 'time')}"
-        what = "demonstration" if self.supervised else "session"
-        passes = f"{_many(self.epochs, 'epoch')} × {_many(self.minibatches, 'minibatch')}"
-        updates = _many(self.optimizer_steps, "optimizer step")
-        share = _many(self.sessions // self.minibatches, what)
         if self.minibatch_rows is not None:
             each = f"optimizer steps on up to {_many(self.minibatch_rows, 'row')} each"
             return [batch, f"{_many(self.epochs, 'epoch')} of {each}: how many depends on the rows"]
+        passes = f"{_many(self.epochs, 'epoch')} × {_many(self.minibatches, 'minibatch')}"
+        updates = _many(self.optimizer_steps, "optimizer step")
         return [
             batch,
-            f"{passes} = {updates} per step, on {share} each",
+            f"{passes} = {updates} per step, on {_many(self.sessions // self.minibatches, what)} each",
             f"{_many(self.steps, 'step')}: {_many(self.steps * self.sessions, what)} and "
             f"{_many(self.steps * self.optimizer_steps, 'optimizer step')} in all",
         ]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 import practicum
 from practicum.errors import PracticumError
 from practicum.recipe.load_recipe import base_files, load_recipe
 from practicum.recipe.schema.recipe import Expected
-
-_IGNORED = ("__pycache__", "runs")
 
 
 def shipped_recipes() -> Path:
@@ -38,8 +36,15 @@ class Shipped:
 
 def list_recipes() -> dict[str, list[Shipped]]:
     """All of them, by folder."""
-    root = shipped_recipes()
-    return {folder.name: [_describe(file) for file in _recipes(folder)] for folder in _folders(root)}
+    groups = {}
+    for folder in sorted(folder for folder in shipped_recipes().iterdir() if _recipes(folder)):
+        groups[folder.name] = []
+        for file in _recipes(folder):
+            comment = takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+            about = " ".join(line.lstrip("# ") for line in comment)
+            expected = load_recipe(file).recipe.expected
+            groups[folder.name].append(Shipped(f"{folder.name}/{file.stem}", about, expected))
+    return groups
 
 
 def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
@@ -49,16 +54,22 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     first, is copied into folders inside; the copied README's commands name the copies.
     """
     source, recipes = _find(name)
-    target = folder or Path(name)
+    target, root = folder or Path(name), source.parent
     whole = len(recipes) == len(_recipes(source))
-    others = [p for p in sorted(source.rglob("*")) if p.is_file() and p not in _recipes(source)]
-    files = {p: target / p.relative_to(source) for p in others if not _is_ignored(p.relative_to(source))}
-    named = _named_in_readme(source) if whole else []
-    for recipe in [*recipes, *named]:
+    others = [p.relative_to(source) for p in sorted(source.rglob("*")) if p.is_file()]
+    ignored = re.compile(r"(.*/)?(__pycache__|runs|\.[^/]*)(/.*)?|[^/]*\.yaml")
+    files = {source / p: target / p for p in others if not ignored.fullmatch(str(p))}
+    readme = (source / "README.md").read_text("utf-8")
+    named = [root / name for name in re.findall(r"recipes/([\w/-]+\.yaml)", readme)] if whole else []
+    for recipe in [*recipes, *(file for file in named if not file.is_relative_to(source))]:
         for file in base_files(recipe):
             inside = file.is_relative_to(source)
-            files[file] = target / file.relative_to(source if inside else source.parent)
-    _require_free(target, files.values())
+            files[file] = target / file.relative_to(source if inside else root)
+    if target.exists() and not target.is_dir():
+        raise PracticumError(f"{target} is a file: name another folder, practicum init NAME DIR")
+    if there := sorted(str(copy) for copy in files.values() if os.path.lexists(copy)):
+        shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
+        raise PracticumError(f"{shown}: already there, and no file is overwritten. Choose another DIR")
     for file, copy in files.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".yaml":
@@ -67,51 +78,32 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
             copy.write_text(_with_copies_named(file, files), encoding="utf-8")
         else:
             shutil.copyfile(file, copy)
-    first = files[recipes[0]]
     read = [f"read {target / 'README.md'}, then"] if (target / "README.md").is_file() else []
-    what = "recipes" if whole else "recipe"
-    return [f"{target} has the {what} {name}: {len(files)} files", *read, f"practicum check --static {first}"]
+    head = f"{target} has the {'recipes' if whole else 'recipe'} {name}: {len(files)} files"
+    return [head, *read, f"practicum check --static {files[recipes[0]]}"]
 
 
 def _find(name: str) -> tuple[Path, list[Path]]:
     """The folder and the recipes of it that a name means."""
-    root = shipped_recipes()
     folder, _, recipe = name.removeprefix("recipes/").strip("/").removesuffix(".yaml").partition("/")
-    if (root / folder).is_dir() and folder:
-        chosen = [file for file in _recipes(root / folder) if recipe in ("", file.stem)]
-        if chosen:
-            return root / folder, chosen
-    known = [shipped.name for group in list_recipes().values() for shipped in group]
-    near = get_close_matches(name, [*(f.name for f in _folders(root)), *known], n=1)
+    source = shipped_recipes() / folder
+    chosen = [file for file in _recipes(source) if recipe in ("", file.stem)] if folder else []
+    if chosen:
+        return source, chosen
+    groups = list_recipes()
+    known = [*groups, *(shipped.name for group in groups.values() for shipped in group)]
+    near = get_close_matches(name, known, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise PracticumError(f"no recipe is named {name}: {meant}`practicum recipes` lists them all")
-
-
-def _require_free(target: Path, copies: Iterable[Path]) -> None:
-    if target.exists() and not target.is_dir():
-        raise PracticumError(f"{target} is a file: name another folder, practicum init NAME DIR")
-    there = sorted(str(copy) for copy in copies if os.path.lexists(copy))
-    if there:
-        shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
-        raise PracticumError(f"{shown}: already there, and no file is overwritten. Choose another DIR")
 
 
 def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:
     """The recipe's text, its `extends` as the copies lie."""
     text = file.read_text(encoding="utf-8")
-    chain = base_files(file)
-    if len(chain) > 1:
-        base = chain[1]
+    for base in base_files(file)[1:2]:
         old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
         text = text.replace(f"extends: {old}", f"extends: {new}")
     return text
-
-
-def _named_in_readme(folder: Path) -> list[Path]:
-    """Recipes of other folders that the README names."""
-    text, root = (folder / "README.md").read_text(encoding="utf-8"), folder.parent
-    named = dict.fromkeys(root / name for name in re.findall(r"recipes/([\w/-]+\.yaml)", text))
-    return [file for file in named if not file.is_relative_to(folder)]
 
 
 def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:
@@ -125,26 +117,6 @@ def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:
     return re.sub(r"\[[^\]]*\]\(\.\./\.\./([^)#]+)[^)]*\)", r"`\1` of the repository", text)
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted(folder for folder in root.iterdir() if folder.is_dir() and _recipes(folder))
-
-
 def _recipes(folder: Path) -> list[Path]:
     """The recipes of a folder, those first that others start from."""
-    files = sorted(folder.glob("*.yaml"))
-    return sorted(files, key=lambda file: file.stem not in ("start", "base"))
-
-
-def _describe(file: Path) -> Shipped:
-    """What a recipe's first comment says, and what it expects."""
-    comment = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# "))
-    recipe = load_recipe(file).recipe
-    return Shipped(f"{file.parent.name}/{file.stem}", " ".join(comment), recipe.expected)
-
-
-def _is_ignored(path: Path) -> bool:
-    return any(part in _IGNORED or part.startswith(".") for part in path.parts)
+    return sorted(folder.glob("*.yaml"), key=lambda file: (file.stem not in ("start", "base"), file))

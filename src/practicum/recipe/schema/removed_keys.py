@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+_CHECK_NAMES = """
+    weight_version fingerprint fingerprint_max logprob_gap sample_size sample_size_min masks groups advantages
+    teacher_shares store_empty finite
+"""
 _CHECKS = "set checks: error, warn or off for all checks; the thresholds are constants"
 _EVAL = "a greedy answer is always scored, samples are drawn at temperature 1, and a pass has reward 1"
 _MISMATCH = "set algorithm.mismatch.cap: ratios above it become it"
@@ -15,13 +19,7 @@ _WITH_ENGINE = ("rollout", "teachers.*")
 REMOVED = {
     "agent.tools.*.isolation": "remove it: the tool python always runs in bubblewrap",
     "async": "set rollout.lag instead of async.lag",
-    **dict.fromkeys(("checks.weight_version", "checks.fingerprint", "checks.fingerprint_max"), _CHECKS),
-    **dict.fromkeys(
-        ("checks.logprob_gap", "checks.sample_size", "checks.sample_size_min"),
-        _CHECKS,
-    ),
-    **dict.fromkeys(("checks.masks", "checks.groups", "checks.advantages"), _CHECKS),
-    **dict.fromkeys(("checks.teacher_shares", "checks.store_empty", "checks.finite"), _CHECKS),
+    **{f"checks.{name}": _CHECKS for name in _CHECK_NAMES.split()},
     **dict.fromkeys(("agent.feedback", "agent.ask_summary"), "set agent.message"),
     "agent.tools.*.memory_mb": "remove it: a program has 256 MiB of memory",
     "agent.tools.*.output_chars": "remove it: 2,000 characters of a result are kept",
@@ -29,7 +27,7 @@ REMOVED = {
     "critic.minibatch_rows": "remove it: the critic's mini-batches are the student's",
     "critic.clip": "remove it: the value loss is clipped at 0.2",
     "pools.teachers": "remove it: each process of placement own takes the devices it needs",
-    "reward.models.*.retries": _RETRIES,
+    **dict.fromkeys(("reward.models.*.retries", "teachers.*.retries"), _RETRIES),
     "reward.models.*.scale": "remove it and set weight: a judge's number is divided by 10",
     **dict.fromkeys(("reward.models.*.placement.own.start_s", "teachers.*.placement.own.start_s"), _START),
     **dict.fromkeys(("reward.models.*.placement.own.devices", "teachers.*.placement.own.devices"), _DEVICES),
@@ -39,24 +37,19 @@ REMOVED = {
     "runtime.weight_transport": "remove it: nixl is used for weights on a GPU if it is installed",
     "tasks.*.streaming": "remove it; split: train[:10000] takes the first rows",
     "tasks.*.images": "name the column images, or rename it by map",
-    "teachers.*.retries": _RETRIES,
     **{f"{path}.vllm.kv_gb": "set kv_cache_memory_bytes in vllm.options" for path in _WITH_ENGINE},
     **{f"{path}.vllm.start_s": _START for path in _WITH_ENGINE},
     "rollout.vllm.threads": "set runtime.threads",
     "teachers.*.vllm.threads": "set runtime.threads, or placement: {own: {threads: 2}}",
     "algorithm.dual_clip": "remove it: no loss has a second clip",
-    "algorithm.kl.clamp": "remove it: log-ratios are not clamped",
+    **dict.fromkeys(("algorithm.kl.clamp", "algorithm.log_ratio_clamp"), "remove it: nothing is clamped"),
     "algorithm.kl.horizon": "remove it: an adaptive weight changes over 10,000 sessions",
-    "algorithm.log_ratio_clamp": "remove it: log-ratios are not clamped",
-    "algorithm.mismatch.floor": _MISMATCH,
-    "algorithm.mismatch.outside": _MISMATCH,
-    "algorithm.mismatch.reject": _MISMATCH,
+    **{f"algorithm.mismatch.{name}": _MISMATCH for name in ("floor", "outside", "reject")},
     "checkpoint.every_minutes": "checkpoints are written every 10 minutes; checkpoint.every adds others",
     "checkpoint.keep_best": "the checkpoint with the best eval/greedy is kept if eval.every is set",
     "distill.clamp": "remove it: divergences are not clamped",
     "eval.greedy": "set eval.rows to 0 to have no evaluation",
-    "eval.temperature": _EVAL,
-    "eval.pass_threshold": _EVAL,
+    **dict.fromkeys(("eval.temperature", "eval.pass_threshold"), _EVAL),
     "model.lora.dropout": "remove it: sampling and training must see one distribution",
     "model.lora.init": "remove it: the first matrix is drawn as PEFT does by default",
     "rollout.keep_tokens": "remove it: the engine keeps as many tokens as its slots hold",
@@ -75,8 +68,7 @@ REMOVED = {
     "track.tensorboard": "use track.to: [tensorboard]",
     "track.wandb": "use track.to: [wandb/PROJECT]",
     "track.trackio": "use track.to: [trackio/PROJECT]",
-    "track.trajectories": "use track.record, the number of whole groups per step",
-    "track.groups": "use track.record, the number of whole groups per step",
+    **dict.fromkeys(("track.trajectories", "track.groups"), "use track.record, the number of whole groups"),
 }
 """A key, with * for the name of a teacher or the number of a list's item, and the advice for its users."""
 
