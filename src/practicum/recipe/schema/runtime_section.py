@@ -40,8 +40,7 @@ class Runtime(Section):
     )
     teachers_gb: float | None = key(
         None,
-        "Device memory in which sleeping colocated models may stay; unset: all stay on a CPU, none on "
-        "another device.",
+        "Device memory for colocated models that sleep; unset: all on a CPU, else none.",
         _ASLEEP,
         gt=0,
     )
@@ -52,11 +51,7 @@ class Runtime(Section):
         ON_RAY,
     )
     cpus: int | None = key(
-        None,
-        "Logical CPUs of a cluster that is started here; unset: the machine's.",
-        ON_RAY,
-        _OWN_CLUSTER,
-        ge=1,
+        None, "Logical CPUs of a cluster that is started here; unset: all.", ON_RAY, _OWN_CLUSTER, ge=1
     )
     store: StoreKind = key(
         "ray", "Data plane. ray: columns in Ray's object store; transferqueue: TransferQueue.", ON_RAY
@@ -69,7 +64,6 @@ class Runtime(Section):
 
     @property
     def store_s(self) -> float:
-        """Seconds one call of the store may take."""
         return min(60.0, self.stage_s)
 
 
@@ -81,7 +75,6 @@ class Pool(Section):
 
     @property
     def total(self) -> int:
-        """Devices of the pool."""
         return self.nodes * self.devices
 
 

@@ -60,14 +60,10 @@ class FrozenModel(Held):
     """A model that only scores: in this process, in its own, or on a server."""
 
     url: str | None = key(
-        None,
-        "OpenAI-compatible server that has the model, such as http://127.0.0.1:8000/v1; for a teacher, "
-        "one that returns prompt logprobs.",
+        None, "OpenAI-compatible server, for teachers with prompt logprobs, such as http://127.0.0.1:8000/v1."
     )
     model: str | None = key(
-        None,
-        "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: the model's name on "
-        "that server.",
+        None, "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: its name there."
     )
     placement: Placement = key(
         "colocated",
@@ -89,7 +85,6 @@ class FrozenModel(Held):
 
     @property
     def own_options(self) -> Own:
-        """Options of the placement `own`."""
         return self.placement.own if isinstance(self.placement, OwnPlacement) else Own()
 
     @property
@@ -116,9 +111,7 @@ class Teacher(FrozenModel, EngineChoice):
         None, "Teach by an older copy of the student itself (self-distillation)."
     )
     before: str | None = key(
-        None,
-        "Text that only the teacher sees, put before the prompt; {answer} and {column} are filled in "
-        "from the prompt's row.",
+        None, "Text before the prompt that only the teacher sees; {answer} and {column} are of the row."
     )
     target: dict[str, float] | None = key(
         None,
@@ -126,10 +119,7 @@ class Teacher(FrozenModel, EngineChoice):
         "their product, normalised; with distill.signal full. Unset: itself.",
     )
     tokenizer: str | None = key(
-        None,
-        "Folder or hub name of its tokenizer, if not the model's own; with url it is needed to compare "
-        "vocabularies.",
-        _LOADED,
+        None, "Its tokenizer, if not the model's own; needed with url, to compare vocabularies.", _LOADED
     )
     context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
 
@@ -183,11 +173,7 @@ class Distill(Section):
     )
     top_k: int = key(32, "Tokens of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
     beta: float = key(
-        0.5,
-        "Weight of the teacher in jsd's mixture: towards 0 forward KL, towards 1 reverse KL.",
-        _JSD,
-        gt=0,
-        lt=1,
+        0.5, "Teacher's weight in jsd's mixture: near 0 forward KL, near 1 reverse KL.", _JSD, gt=0, lt=1
     )
     through: Literal["loss", "advantage", "reward"] = key(
         "loss",

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from inspect import get_annotations
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -50,6 +51,16 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
         yield prefix + name, info
         if inner := section_of(info.annotation):
             yield from all_keys(inner, f"{prefix}{step_name(info.annotation, name)}.")
+
+
+def recipe_keys(section: type[BaseModel] = Recipe) -> set[str]:
+    """Return every key as Section.key. Sections that several keys hold, or inherit from, count once."""
+    keys: set[str] = set()
+    for name, info in section.model_fields.items():
+        owner = next(c for c in reversed(section.__mro__) if name in get_annotations(c))
+        inner = section_of(info.annotation)
+        keys |= {f"{owner.__name__}.{name}"} | (recipe_keys(inner) if inner else set())
+    return keys
 
 
 def choices(annotation: Any) -> list[str]:
