@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from practicum.errors import RecipeError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.section import Chain, ReadWhen, Section
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.problems import shorten
 
 
 class UnreadKey(NamedTuple):
@@ -33,8 +32,8 @@ def check_unread(recipe: Recipe) -> Iterator[RecipeError]:
     """A problem for each key that is set, not read, and not one that other runs of the recipe may read."""
     for key in unread_keys(recipe):
         if key.value != key.default and key.rule.refused:
-            expected = f"{_show(key.default)} (nothing would read another value)"
-            yield RecipeError(key.path, f"{_show(key.value)} {key.why}", expected, key.rule.advice)
+            expected = f"{as_written(key.default)} (nothing would read another value)"
+            yield RecipeError(key.path, f"{as_written(key.value)} {key.why}", expected, key.rule.advice)
 
 
 def unread_notes(recipe: Recipe) -> dict[str, str]:
@@ -59,26 +58,17 @@ def _unread(chain: Chain, path: str, outer: Sequence[tuple[str, ReadWhen]]) -> I
 
 def _sections(path: str, value: Any) -> Iterator[tuple[str, Section]]:
     """The sections that a key holds: itself, or the items of a list or mapping."""
-    items = {path: value}
+    items = [(path, value)]
     if isinstance(value, dict):
-        items = {f"{path}.{name}": item for name, item in value.items()}
+        items = [(f"{path}.{name}", item) for name, item in value.items()]
     elif isinstance(value, list):
-        items = {f"{path}[{number}]": item for number, item in enumerate(value)}
-    yield from ((key, item) for key, item in items.items() if isinstance(item, Section))
+        items = [(f"{path}[{number}]", item) for number, item in enumerate(value)]
+    yield from ((key, item) for key, item in items if isinstance(item, Section))
 
 
-def _show(value: Any) -> str:
-    """A value as a recipe writes it, cut to fit on a line; of sections, what is set."""
-    plain = plain_data(value)
-    return shorten(value) if plain is value else yamlfile.dump(plain, flow=True)
-
-
-def plain_data(value: Any) -> Any:
-    """A value as plain data; of sections, what is set in them."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(exclude_defaults=True)
-    if isinstance(value, dict) and any(isinstance(item, BaseModel) for item in value.values()):
-        return {name: plain_data(item) for name, item in value.items()}
-    if isinstance(value, list) and any(isinstance(item, BaseModel) for item in value):
-        return [plain_data(item) for item in value]
-    return value
+def as_written(value: Any) -> str:
+    """A value as a recipe writes it; of sections, what is set."""
+    data = TypeAdapter(Any).dump_python(value, exclude_defaults=True)
+    if isinstance(value, list):  # an item with nothing set still has a name
+        data = [{"use": item.use} if plain == {} else plain for plain, item in zip(data, value, strict=True)]
+    return yamlfile.dump(data, flow=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from practicum.recipe.algorithm_traits import ESTIMATORS, estimator_traits, loss_traits
+from practicum.recipe.algorithm_traits import estimator_traits, loss_traits
 from practicum.recipe.counts import Counts
 from practicum.recipe.reward_traits import REWARDS, is_instant
 from practicum.recipe.schema.algorithm_sections import ESTIMATES, Algorithm, CriticSection
@@ -24,8 +24,7 @@ _MOE = read_with(".family", "qwen3_moe")
 _WITH_CRITIC = read_if(
     lambda recipe: estimator_traits(recipe.algorithm.advantage).critic,
     "with algorithm.advantage {0.algorithm.advantage}",
-    "remove it, or set algorithm.advantage to "
-    + " or ".join(name for name, traits in ESTIMATORS.items() if traits.critic),
+    "remove it, or set algorithm.advantage to gae",
 )
 _ON_POLICY = read_if(
     lambda r: not r.is_supervised, "with algorithm.loss supervised", "demonstrations are not judged"

@@ -39,10 +39,7 @@ class Runtime(Section):
         ge=1,
     )
     teachers_gb: float | None = key(
-        None,
-        "Device memory for colocated models that sleep; unset: all on a CPU, else none.",
-        _ASLEEP,
-        gt=0,
+        None, "Device memory for colocated models that sleep; unset: all on a CPU, else none.", _ASLEEP, gt=0
     )
     address: str | None = key(
         None,

@@ -9,11 +9,10 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from practicum.recipe.checks.unread_keys import plain_data, unread_notes
+from practicum.recipe.checks.unread_keys import as_written, unread_notes
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.section import Section
-from practicum.recipe.text import yamlfile
 
 LINES, COLUMNS = 40, 100
 _FINDINGS = 16
@@ -50,8 +49,8 @@ def changed_values(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     notes = unread_notes(recipe)
     for path, value, default in _changed(recipe, ""):
         note = f" ({notes[path]})" if path in notes else ""
-        known = "" if default is PydanticUndefined else _text(default)
-        yield path, f"{_text(value)}{note}", known
+        known = "" if default is PydanticUndefined else _nearby(as_written(default))
+        yield path, f"{_nearby(as_written(value))}{note}", known
 
 
 def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -66,13 +65,6 @@ def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
             yield from ((f"{here}.{key}", item, PydanticUndefined) for key, item in value.items())
         else:
             yield here, value, default
-
-
-def _text(value: Any) -> str:
-    data = plain_data(value)
-    if isinstance(value, list) and data is not value:  # an item with nothing set still has a name
-        data = [item or {"use": section.use} for item, section in zip(data, value, strict=True)]
-    return _nearby(yamlfile.dump(data, flow=True))
 
 
 def _nearby(text: str) -> str:

@@ -17,7 +17,6 @@ from practicum.recipe.schema.recipe import Recipe
 Path = tuple[str | int, ...]
 Node = dict[str, Any]
 """A part of a JSON schema: all that is known of a key or of an item of a list or mapping."""
-OWN_NAME = "package.module:name"
 _ONE = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _MANY = {"integer": "whole numbers", "number": "numbers", "string": "text", "object": "mappings"}
 _BOUNDS = {
@@ -129,7 +128,7 @@ def takes(node: Node, root: type[BaseModel] = Recipe) -> str:
         kinds = kinds_of(node)
         words = [_form(form, root) if len(kinds) > 1 else takes(form, root) for form in kinds]
         if words[-1] == "text" and "enum" in kinds[0]:
-            words[-1] = OWN_NAME
+            words[-1] = "package.module:name"
         return ", or ".join(words if kinds == node["anyOf"] else [*words, "null"])
     if words := node.get("enum", [node["const"]] if "const" in node else []):
         return f"{'one of ' if len(words) > 1 else ''}{', '.join(words)}"

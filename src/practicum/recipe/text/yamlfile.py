@@ -95,7 +95,11 @@ def _plain(value: Any, path: tuple[str, ...], lines: dict[str, int], name: str, 
         for key, inner in value.items():
             line, column = value.lc.data[key][:2] if key in (value.lc.data or {}) else (value.lc.line, 0)
             here = f"{name}:{line + 1}:{column + 1}"
-            _check_key(key, here)
+            if not isinstance(key, str):
+                raise RecipeError(here, f"the key {key}", "text as a key", "put it in quotes")
+            if "." in key:
+                advice = f"nest it: {key.rpartition('.')[2]} inside {key.rpartition('.')[0]}"
+                raise RecipeError(here, f"the key {key!r}", "a key without dots", advice)
             lines[".".join((*path, key))] = line + 1
             data[str(key)] = _plain(inner, (*path, key), lines, name, here)
         return data
@@ -105,14 +109,6 @@ def _plain(value: Any, path: tuple[str, ...], lines: dict[str, int], name: str, 
     if value is None:
         return None
     raise RecipeError(place, f"the YAML tag {value.tag.value!r}", "plain YAML without tags")
-
-
-def _check_key(key: Any, place: str) -> None:
-    if not isinstance(key, str):
-        raise RecipeError(place, f"the key {key}", "text as a key", "put it in quotes")
-    if "." in key:
-        outer, inner = key.rsplit(".", 1)
-        raise RecipeError(place, f"the key {key!r}", "a key without dots", f"nest it: {inner} inside {outer}")
 
 
 def _syntax_error(error: MarkedYAMLError, name: str) -> RecipeError:
