@@ -93,8 +93,9 @@ def test_lines_of_nested_keys_are_known() -> None:
 @pytest.mark.parametrize(
     ("text", "place", "words"),
     [
-        ("a: 1\nb: 2\na: 3\n", "x.yaml:3:1", "'a' again"),
-        ("t:\n  lr: 1\n  lr: 2\n", "x.yaml:3:3", "'lr' again"),
+        ("a: 1\nb: 2\na: 3\n", "x.yaml:3:1", "'a' again, first in line 1"),
+        ("t:\n  lr: 1\n  lr: 2\n", "x.yaml:3:3", "'lr' again, first in line 2"),
+        ("t: {lr: 1, lr: 2}\n", "x.yaml:1:12", "'lr' again"),
         ("a: [1\nb: 2\n", "x.yaml:2:2", "YAML syntax error"),
         ("a:\n\tb: 1\n", "x.yaml:2:1", "spaces, not tabs"),
         ("a: b: c\n", "x.yaml:1:5", "in quotes"),

@@ -51,8 +51,6 @@ def adapter_folder(named: str) -> Path | None:
 
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Models whose pictures practicum knows how to show; others of their kind are text models here."""
-
-
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that configs have for the number of experts."""
 

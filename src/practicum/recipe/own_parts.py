@@ -37,7 +37,6 @@ class PartKind:
 
     @property
     def expected(self) -> str:
-        """The sentence about its signature."""
         if self.takes is None:
             return f"{self.about}: {self.gives}"
         return f"{self.about}: a function of ({', '.join(self.takes)}) that gives {self.gives}"
@@ -53,10 +52,7 @@ PARTS: dict[str, PartKind] = {
         "algorithm.kl.estimator", "a KL estimator", ("log_ratio_N",), "the estimate of each token [N]"
     ),
     "sampled_divergence": PartKind(
-        "distill.divergence",
-        "a divergence of sampled tokens",
-        ("log_ratio_N",),
-        "the divergence of each token [N]",
+        "distill.divergence", "a divergence of sampled tokens", ("log_ratio_N",), "a number per token [N]"
     ),
     "divergence": PartKind(
         "distill.divergence", "a divergence of distributions", ("buckets",), "BucketTerms"

@@ -35,7 +35,6 @@ class Shipped:
 
 
 def list_recipes() -> dict[str, list[Shipped]]:
-    """All of them, by folder."""
     groups = {}
     for folder in sorted(folder for folder in shipped_recipes().iterdir() if _recipes(folder)):
         groups[folder.name] = []

@@ -37,8 +37,7 @@ def _sections(recipe: Recipe) -> Iterator[RecipeError]:
         yield from _task(f"tasks.{name}", task)
     agent, rollout = recipe.agent, recipe.rollout
     if agent.loop == "tool_use" and not agent.tools:
-        expected = "at least one tool, such as [calculator]"
-        yield RecipeError("agent.tools", "none with agent.loop tool_use", expected)
+        yield RecipeError("agent.tools", "none with agent.loop tool_use", "a tool, such as [calculator]")
     if agent.deadline_s is not None and agent.deadline_s > rollout.deadline_s:
         found = f"{agent.deadline_s:g} with rollout.deadline_s {rollout.deadline_s:g}"
         advice = "all sessions of a step must be done in rollout.deadline_s: lower one, or raise the other"
@@ -116,5 +115,4 @@ def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterato
         found = f"{train.warmup_steps} of {train.steps} steps"
         yield RecipeError("train.warmup_steps", found, "at most train.steps")
     if train.final_lr > train.lr:
-        found = f"{train.final_lr} with train.lr {train.lr}"
-        yield RecipeError("train.final_lr", found, "at most train.lr")
+        yield RecipeError("train.final_lr", f"{train.final_lr} with train.lr {train.lr}", "at most train.lr")

@@ -49,12 +49,10 @@ def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[Recip
         return
     for name, share in shares.items():
         if share <= 0:
-            expected = "a number greater than 0"
-            yield RecipeError(f"route.shares.{name}", f"{share:g}", expected, "remove a teacher without one")
+            yield RecipeError(f"route.shares.{name}", f"{share:g}", "more than 0", "remove one without any")
     total = math.fsum(shares.values())
     if abs(total - 1) > 1e-6:
-        advice = "they are shares of the whole loss"
-        yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1", advice)
+        yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1", "they share the whole loss")
 
 
 def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
@@ -68,8 +66,7 @@ def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
             if name and name not in teachers:
                 yield RecipeError(path, f"{name!r}", f"one of {known}", _meant([name], teachers))
             elif weight <= 0:
-                advice = "remove a teacher that gets none"
-                yield RecipeError(f"{path}.{name}", f"{weight:g}", "a weight greater than 0", advice)
+                yield RecipeError(f"{path}.{name}", f"{weight:g}", "more than 0", "remove one that gets none")
 
 
 def in_targets(teachers: Mapping[str, Teacher]) -> set[str]:

@@ -58,10 +58,7 @@ class Vllm(Section):
     """Settings of a vLLM engine, which runs in its own process."""
 
     tensor_parallel: int = key(
-        1,
-        "Devices that each layer is split over: one engine, with a worker process on each of them; on a CPU, "
-        "each worker has as many threads as the engine.",
-        ge=1,
+        1, "Devices that each layer is split over, with a worker process for each.", ge=1
     )
     options: dict[str, Any] = key(
         {}, "Engine arguments of vLLM by its own names, such as kv_cache_memory_bytes; they win over others."
@@ -105,7 +102,6 @@ class EngineChoice(Section):
 
     @property
     def engine_devices(self) -> int:
-        """Devices that one engine is on."""
         settings = self.engine_settings
         return 1 if settings is None else getattr(settings, settings.DEVICES_KEY)
 

@@ -144,9 +144,7 @@ class Task(Section):
         {}, "Options of the built-in task, such as length: [4, 8].", read_with(".kind")
     )
     file: str | list[str] | None = key(
-        None,
-        "JSONL, JSON, CSV or Parquet file of training rows, beside the recipe or in the working directory; "
-        "a pattern (data/*.jsonl), or a list of several.",
+        None, "JSONL, JSON, CSV or Parquet file of training rows, a pattern (data/*.jsonl), or a list."
     )
     eval_file: str | list[str] | None = key(None, "File or files of evaluation rows.", _FILE)
     dataset: str | None = key(

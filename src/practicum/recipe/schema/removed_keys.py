@@ -15,7 +15,6 @@ _MISMATCH = "set algorithm.mismatch.cap: ratios above it become it"
 _RETRIES = "remove it: a failed request is sent up to 4 times within deadline_s"
 _START = "remove it: a process has half an hour to load its model"
 _DEVICES = "remove it, or set engine to vllm and vllm.tensor_parallel: other processes have one device"
-_WITH_ENGINE = ("rollout", "teachers.*")
 REMOVED = {
     "agent.tools.*.isolation": "remove it: the tool python always runs in bubblewrap",
     "async": "set rollout.lag instead of async.lag",
@@ -37,8 +36,8 @@ REMOVED = {
     "runtime.weight_transport": "remove it: nixl is used for weights on a GPU if it is installed",
     "tasks.*.streaming": "remove it; split: train[:10000] takes the first rows",
     "tasks.*.images": "name the column images, or rename it by map",
-    **{f"{path}.vllm.kv_gb": "set kv_cache_memory_bytes in vllm.options" for path in _WITH_ENGINE},
-    **{f"{path}.vllm.start_s": _START for path in _WITH_ENGINE},
+    **dict.fromkeys(("rollout.vllm.kv_gb", "teachers.*.vllm.kv_gb"), "set kv_cache_memory_bytes in options"),
+    **dict.fromkeys(("rollout.vllm.start_s", "teachers.*.vllm.start_s", "runtime.start_s"), _START),
     "rollout.vllm.threads": "set runtime.threads",
     "teachers.*.vllm.threads": "set runtime.threads, or placement: {own: {threads: 2}}",
     "algorithm.dual_clip": "remove it: no loss has a second clip",
@@ -57,7 +56,6 @@ REMOVED = {
     "runtime.store_s": "remove it: the store has a minute, or runtime.stage_s if that is less",
     "runtime.teachers_host_gb": "remove it: models that do not fit runtime.teachers_gb sleep in host memory",
     "teachers.*.memory_gb": "remove it: practicum plan shows the memory of each teacher",
-    "runtime.start_s": _START,
     "model.make.kv_heads": "remove it: there are half as many as heads",
     "model.make.experts_per_token": "remove it: a token takes two experts",
     "train.replay_experts": "remove it: experts are replayed if the engine reports them",

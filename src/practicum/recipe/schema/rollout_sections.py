@@ -96,10 +96,7 @@ class CommandLoop(Section):
     """A program that calls the model through an HTTP endpoint."""
 
     command: list[str] = key(
-        ...,
-        "A program and its arguments. {prompt} is the prompt and {prompt_file} a file with it; without them "
-        "it comes on standard input.",
-        min_length=1,
+        ..., "Program and arguments; the prompt is {prompt}, {prompt_file} or standard input.", min_length=1
     )
 
     def __str__(self) -> str:

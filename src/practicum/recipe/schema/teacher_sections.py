@@ -129,17 +129,13 @@ class Route(Section):
 
     by: str = key("domain", "domain, task, or a column of the rows: its values name teachers.")
     to: dict[str, str | dict[str, float]] = key(
-        {},
-        "Teacher of each value, or weights of several ({a: 0.7, b: 0.3}: one is drawn for each prompt); "
-        "values that are not listed name their teacher.",
+        {}, "Teacher of each value, or weights to draw it by ({a: 0.7, b: 0.3}); else the value is its name."
     )
     shares: dict[str, float] | None = key(
         None, "Target share of the loss of each teacher; unset: what the token counts give."
     )
     project: bool = key(
-        False,
-        "Change each step as little as possible so that it makes the loss of no teacher in a domain worse, "
-        "to first order; measures in every step.",
+        False, "Project each step so that no teacher's loss in a domain grows (first order; always measured)."
     )
     measure_every: int = key(
         20, "Steps between measurements of each teacher's share of gradient and update; 0 = never.", ge=0
@@ -193,9 +189,7 @@ class RewardModel(FrozenModel):
     """A model that judges: placed like a teacher, its score mixed with the rule rewards by weight."""
 
     kind: Literal["classifier", "judge"] = key(
-        "classifier",
-        "classifier: a sequence-classification model's score of prompt + answer; judge: a language model "
-        "that is asked and whose number is read.",
+        "classifier", "classifier: a sequence classifier's score; judge: the number in a model's reply."
     )
     # A field that is never set may be narrower.
     model: str = key(..., "As of a teacher.")  # pyright: ignore[reportIncompatibleVariableOverride]

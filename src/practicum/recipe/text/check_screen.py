@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,13 @@ from pydantic_core import PydanticUndefined
 
 from practicum.recipe.checks.unread_keys import as_written, unread_notes
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.section import Section
 
 LINES, COLUMNS = 40, 100
 _FINDINGS = 16
 """Lines that findings may take if everything is not asked for."""
-_NOT_VALUES = ("name", "extends", "expected")
 _WIDEST = 38
 """Columns of the longest key and value that are shown whole."""
-_HEAD = ("key", "value", "default")
 
 
 def screen(
@@ -35,29 +33,23 @@ def screen(
     finding_lines = [line for text in findings for line in _wrapped(text)]
     finding_lines = _block("findings", finding_lines if everything else _cut(finding_lines, _FINDINGS))
     room = LINES - len(head) - len(finding_lines) - len(sizes_lines) - 4
-    rows = _columns([_HEAD, *changed_values(loaded.recipe)])
+    notes, cells = unread_notes(loaded.recipe), [("key", "value", "default")]
+    for path, value, default in _changed(loaded.recipe, ""):
+        note = f" ({notes[path]})" if path in notes else ""
+        known = "" if default is PydanticUndefined else _nearby(as_written(default))
+        cells.append((path, f"{_nearby(as_written(value))}{note}", known))
+    rows = _columns(cells)
     rows = rows if everything else _cut(rows, max(8, room))
     changed = _block("differs from the defaults", rows if rows[1:] else ["nothing"])
     return "\n".join([*head, *finding_lines, *changed, *sizes_lines])
 
 
-def changed_values(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Key, value and default of what has another value than its default, as a recipe writes them.
-
-    A task, a teacher or a section that is off by default is one line with what is set in it.
-    """
-    notes = unread_notes(recipe)
-    for path, value, default in _changed(recipe, ""):
-        note = f" ({notes[path]})" if path in notes else ""
-        known = "" if default is PydanticUndefined else _nearby(as_written(default))
-        yield path, f"{_nearby(as_written(value))}{note}", known
-
-
 def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and default; a task, a teacher or a section that is off by default is one line."""
     for name, info in type(section).model_fields.items():
         here, value = f"{path}{name}", getattr(section, name)
         default = info.get_default(call_default_factory=True, validated_data={})
-        if here in _NOT_VALUES or value == default:
+        if here in ("name", "extends", "expected") or value == default:
             continue
         if isinstance(value, Section) and (isinstance(default, Section) or default is PydanticUndefined):
             yield from _changed(value, f"{here}.")
@@ -88,8 +80,8 @@ def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
 
 def _wrapped(text: str) -> list[str]:
     # Paths stay whole, to be copied.
-    whole = {"break_on_hyphens": False, "break_long_words": False}
-    return textwrap.wrap(_nearby(text), COLUMNS - 2, subsequent_indent="  ", **whole) or [""]
+    wrap = partial(textwrap.wrap, break_on_hyphens=False, break_long_words=False)
+    return wrap(_nearby(text), COLUMNS - 2, subsequent_indent="  ") or [""]
 
 
 def _cut(lines: list[str], most: int) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -90,6 +90,4 @@ def _default(info: FieldInfo) -> str:
         return "**required**"
     if isinstance(value, BaseModel):
         return "see below"
-    if isinstance(value, list | tuple):
-        value = [v.model_dump(mode="json") if isinstance(v, BaseModel) else v for v in value]
-    return f"`{yamlfile.dump(value, flow=True)}`"
+    return f"`{yamlfile.dump(TypeAdapter(Any).dump_python(value, mode='json'), flow=True)}`"

@@ -126,7 +126,10 @@ def takes(node: Node, root: type[BaseModel] = Recipe) -> str:
     """All that a key takes: 'a whole number, at least 0', 'one of k1, k2, k3', 'a list of text, or null'."""
     if "anyOf" in node:
         kinds = kinds_of(node)
-        words = [_form(form, root) if len(kinds) > 1 else takes(form, root) for form in kinds]
+        words = [takes(kind, root) for kind in kinds]
+        if len(kinds) > 1:  # sections by how they are written: {own: …}
+            first = [next(iter(keys_of(kind, root)), "") for kind in kinds]
+            words = [f"{{{key}: …}}" if key else text for key, text in zip(first, words, strict=True)]
         if words[-1] == "text" and "enum" in kinds[0]:
             words[-1] = "package.module:name"
         return ", or ".join(words if kinds == node["anyOf"] else [*words, "null"])
@@ -141,11 +144,6 @@ def takes(node: Node, root: type[BaseModel] = Recipe) -> str:
         names = node.get("additionalProperties")
         text = f"a mapping of names to {_many(names)}" if isinstance(names, dict) else "a mapping"
     return ", ".join([_ONE.get(str(kind), text), *_bounds(node)])
-
-
-def _form(node: Node, root: type[BaseModel]) -> str:
-    """One form of several; a section by how it is written: {own: …}."""
-    return f"{{{next(iter(keys_of(node, root)))}: …}}" if "$ref" in node else takes(node, root)
 
 
 def _many(node: Node) -> str:

@@ -63,7 +63,7 @@ def parse(text: str, name: str) -> Document:
     try:
         document.data = _plain(reader.load(text), (), document.lines, name, name)
     except MarkedYAMLError as error:
-        raise _syntax_error(error, name) from None
+        raise _syntax_error(error, name, text) from None
     except ReaderError as error:
         found = f"the character {error.character!r} at position {error.position}"
         raise RecipeError(name, found, "printable text in UTF-8") from None
@@ -111,13 +111,16 @@ def _plain(value: Any, path: tuple[str, ...], lines: dict[str, int], name: str, 
     raise RecipeError(place, f"the YAML tag {value.tag.value!r}", "plain YAML without tags")
 
 
-def _syntax_error(error: MarkedYAMLError, name: str) -> RecipeError:
+def _syntax_error(error: MarkedYAMLError, name: str, text: str) -> RecipeError:
     mark = error.problem_mark or error.context_mark
     place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
     problem, advice = error.problem or "text that can't be read", ""
     if isinstance(error, DuplicateKeyError):
         word = problem.partition('"')[2].partition('"')[0]
-        return RecipeError(place, f"the key {word!r} again", "each key once", "keep one of the two")
+        start, above = (f"{' ' * mark.column}{word}:", text.splitlines()[: mark.line]) if mark else ("", [])
+        same = [number for number, line in enumerate(above, 1) if line.startswith(start)]
+        first = f", first in line {same[-1]}" if same else ""
+        return RecipeError(place, f"the key {word!r} again{first}", "each key once", "keep one of the two")
     if "'\\t'" in problem:
         advice = "indent with spaces, not tabs"
     elif "mapping values are not allowed" in problem:
