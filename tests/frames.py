@@ -93,7 +93,7 @@ def trace_chains() -> dict[str, Chain]:
         function = getattr(place, attribute) if not isinstance(place, dict) else place[attribute]
 
         def spy(*args: Any, **options: Any) -> Any:
-            if name not in chains and StepRunner.step.__code__ in codes(sys._current_frames()[step_thread]):
+            if StepRunner.step.__code__ in codes(sys._current_frames()[step_thread]):
                 chains[name] = [*chain(sys._getframe(1)), f"{function.__module__} {function.__qualname__}"]
             return function(*args, **options)
 

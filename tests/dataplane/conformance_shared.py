@@ -79,7 +79,27 @@ class SharedStoreConformance:
     def test_what_is_saved_comes_back_exactly(self, make_store: MakeStore, tmp_path: Path) -> None:
         saved, loaded = make_store(), make_store()
         train, evaluation = make_batch(6), make_batch(2, start=4, partition="eval set/1")
-        odd = Tags("failed", 1, 2, 3, 4, 5, "ü", "t", "teacher", "stop", 6, 7, 8, 9, 10, 0.5, 1 / 3)
+        odd = Tags(
+            "failed",
+            1,
+            2,
+            3,
+            4,
+            5,
+            "ü",
+            "t",
+            "teacher",
+            "stop",
+            6,
+            7,
+            8,
+            9,
+            10,
+            {"chat": 1},
+            ("a", "b"),
+            0.5,
+            1 / 3,
+        )
         odd = replace(odd, is_baseline=True, is_padding=True, failure="why\n")
         train = BatchRef("train", train.keys, (odd, *train.tags[1:]))
         store_names = list(FIELDS)

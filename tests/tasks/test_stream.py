@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Task
 from practicum.tasks.procedural import split_of
-from practicum.tasks.prompt_order import Mixture, permutation, share_places
+from practicum.tasks.prompt_order import Mixture, share_places, shuffled
 from practicum.tasks.stream import eval_prompts, make_stream
 
 
@@ -189,6 +189,19 @@ def test_indices_within_a_task_have_no_gaps(weights, seed, start):
 
 
 def test_every_epoch_has_its_own_order_of_all_rows():
-    orders = [permutation(200, 7, "task", epoch).tolist() for epoch in range(3)]
+    orders = [[shuffled(i, 200, 7, "task", epoch) for i in range(200)] for epoch in range(3)]
     assert [sorted(order) for order in orders] == [list(range(200))] * 3
     assert orders[0] != orders[1] != orders[2]
+
+
+@given(st.integers(10**9, 10**15), st.integers(0, 2**40), st.data())
+def test_huge_ranges_are_shuffled_without_collisions(size, seed, data):
+    some = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=50))
+    images = {shuffled(i, size, seed) for i in some}
+    assert len(images) == len(some)
+    assert all(0 <= image < size for image in images)
+
+
+def test_every_place_gets_every_value_about_equally_often():
+    counts = Counter(shuffled(i, 5, seed) * 5 + i for seed in range(5000) for i in range(5))
+    assert all(850 < counts[cell] < 1150 for cell in range(25))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
-from math import gcd, lcm
-
-import numpy as np
+from math import gcd, isqrt, lcm
 
 from practicum.tasks.draws import mix
 
 _MOST_PLACES = 1000
+_ROUNDS = 8
 
 
 class Mixture:
@@ -64,7 +62,18 @@ def _spread(names: Sequence[str], counts: Sequence[int], seed: int) -> list[int]
     return [task for _, task in sorted(slots)]
 
 
-@lru_cache(16)
-def permutation(size: int, *key: int | str) -> np.ndarray:
-    """Return range(size) in an order that the key chooses."""
-    return np.random.default_rng(mix(*key)).permutation(size)
+def shuffled(index: int, size: int, *key: int | str) -> int:
+    """Return the item at `index` of range(size) in an order that the key chooses, in constant time.
+
+    A Feistel network on a grid of about size cells (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). A result outside range(size) is sent through again until it is inside.
+    """
+    a = isqrt(size - 1) + 1
+    b = -(-size // a)
+    while True:
+        right, left = divmod(index, a)  # left < a, right < b
+        for turn in range(_ROUNDS):
+            left, right = right, (left + mix(turn, right, *key)) % (b if turn % 2 else a)
+        index = right * a + left
+        if index < size:
+            return index

@@ -14,7 +14,7 @@ from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.procedural import BuiltinTask, Split
-from practicum.tasks.prompt_order import Mixture, permutation
+from practicum.tasks.prompt_order import Mixture, shuffled
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rows import IMAGES, RowSource, open_rows
 from practicum.tasks.tables import eval_location, train_location
@@ -69,7 +69,7 @@ class ShuffledRows:
 
     def draw(self, uid: int, index: int) -> Prompt:
         epoch, step = divmod(index, len(self.rows))
-        place = permutation(len(self.rows), self.seed, self.source.reader.task, epoch)[step]
+        place = shuffled(step, len(self.rows), self.seed, self.source.reader.task, epoch)
         return self.source.prompt(uid, self.rows[int(place)], epoch)
 
 

@@ -141,7 +141,8 @@ def check_without_models(recipe: Recipe) -> Preflight:
         findings += check_reward_models(recipe.reward.models, tokenizer, sum(longest))
         findings += probe_reward_servers(recipe.reward.models, chat=data.uses_chat)
     by_rewards_alone = recipe.uses_reward and recipe.distill is None
-    warnings = _warnings(recipe.model, recipe.train, by_rewards_alone=by_rewards_alone)
+    replays = recipe.rollout.engine_traits.reports_experts
+    warnings = _warnings(recipe.model, recipe.train, replays=replays, by_rewards_alone=by_rewards_alone)
     return Preflight(findings, data.left_out, longest, warnings)
 
 
@@ -198,7 +199,7 @@ def known_traits(model: Model) -> Traits:
         return model_traits(model)
 
 
-def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str]:
+def _warnings(model: Model, train: Train, *, replays: bool, by_rewards_alone: bool) -> list[str]:
     """Return what may be meant, and is more often a mistake."""
     warnings, width = [], _FULL_WIDTH
     if model.lora is not None and train.steps:
@@ -209,10 +210,11 @@ def _warnings(model: Model, train: Train, *, by_rewards_alone: bool) -> list[str
                 f"train.lr {train.lr:g} looks like one for all weights of a model of width {width}: with "
                 "model.lora, ten times that rate is usual"
             )
-    if model_traits(model).moe and not known_traits(model).moe:
+    if model_traits(model).moe and not (replays and known_traits(model).moe):
+        who = "the student's routers" if replays else "the engine's choices of experts"
         warnings.append(
-            "the student's routers can't be recorded and replayed: near a tie the learner may take other "
-            "experts than the engine took"
+            f"{who} can't be recorded and replayed: near a tie the learner may take other experts than the "
+            "engine took"
         )
     if model.make is not None and by_rewards_alone:
         warnings.append(
