@@ -128,6 +128,20 @@ def test_kv_memory_is_what_the_engine_takes(context: int, answer: int):
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_are_what_the_engine_takes(dtype: Any):
+    make = MakeModel(family="qwen3_5", hidden=32, layers=4, heads=2, context=64)
+    spec = Model(make=make, dtype=dtype)
+    told = predict(recipe(model={"make": make, "dtype": dtype}, rollout={"slots": 5, "context": 64})).setup
+    engine = TorchEngine(load_model(spec, 0), slots=5, context=64)
+    memory = engine.scheduler.memory
+    assert memory is not None
+    held = sum(state.nbytes for state in memory.states.values())
+    assert engine_memory(told, shares_weights=True)["states"] == held > 0
+    assert told.models.student.attending == len(memory.keys) == 2
+    engine.close()
+
+
 def test_a_device_that_is_too_small_is_refused_and_more_ranks_fit():
     big: dict[str, Any] = {"model": {"make": BIG}, "rollout": {"slots": 8}}
     big["train"] = {"gradient_checkpointing": True}

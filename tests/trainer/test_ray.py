@@ -54,7 +54,7 @@ def ray_cluster() -> Iterator[None]:
 
 def on_ray(sections: dict[str, Any], *, ranks: int = 1, store: str = "ray") -> dict[str, Any]:
     """The same sections with nothing changed but the runtime."""
-    runtime = {"kind": "ray", "threads": 1, "store": store, "start_s": 120}
+    runtime = {"kind": "ray", "threads": 1, "store": store}
     return sections | {"runtime": runtime, "pools": {"train": {"devices": ranks}}}
 
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import torch
+
 from practicum.dataplane.stages import Plan
 from practicum.engines.table import ENGINES
 from practicum.models.load_model import skeleton
 from practicum.models.lora import find_targets
 from practicum.models.model_files import must_read
+from practicum.models.state_layers import count_memory
 from practicum.recipe.counts import CHUNK_LOGITS, CPU_MICROBATCH_TOKENS, KV_POSITIONS, KV_SPARE
 from practicum.recipe.derived import adapter_folder, base_groups, saved_parameters
 from practicum.recipe.schema.recipe import Model, Recipe
@@ -51,6 +54,10 @@ class Sizes:
     linear: int
     """Parameters of its linear layers."""
     layers: int
+    attending: int
+    """Layers with keys and values."""
+    state_bytes: int
+    """Of a sequence, in all layers that carry a state."""
     hidden: int
     inner: int
     query: int
@@ -60,7 +67,7 @@ class Sizes:
 
     def token_kv(self) -> int:
         """Return how many numbers one token leaves in the KV memory."""
-        return 2 * self.layers * self.key
+        return 2 * self.attending * self.key
 
     def token_activations(self, checkpointing: bool) -> int:
         """Return how many numbers a token leaves for the backward pass (fitted to torch, within 10 %)."""
@@ -105,7 +112,7 @@ def models_of(model: Model, path: str | None, named: Mapping[str, Teacher]) -> M
 def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
     """Return the sizes of a model folder, a hub name or a made model; a RecipeError if it has no config."""
     with must_read(spec.path or "", key, "a folder with config.json, or a hub name"):
-        model = skeleton(spec)
+        model = skeleton(spec, getattr(torch, spec.dtype))
     config = model.config.get_text_config()
     hidden, heads = config.hidden_size, getattr(config, "num_attention_heads", 0)  # 0: no layer attends
     width = getattr(config, "head_dim", None) or hidden // max(1, heads)
@@ -114,6 +121,7 @@ def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
         inner = taken * (getattr(config, "moe_intermediate_size", None) or inner)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     linear = [name for name, module in model.named_modules() if type(module).__name__ == "Linear"]
+    attending, state_bytes = count_memory(model, hidden)
     adapter = 0
     if spec.lora is not None:
         modules, parameters = find_targets(model, spec.lora.targets)
@@ -125,6 +133,8 @@ def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
         adapter=adapter,
         linear=sum(prod(shapes.get(f"{name}.weight", (0,))) for name in linear),
         layers=config.num_hidden_layers,
+        attending=attending if attending or state_bytes else config.num_hidden_layers,
+        state_bytes=state_bytes,
         hidden=hidden,
         inner=inner,
         query=heads * width,
@@ -213,6 +223,8 @@ def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
         tokens = max(grown, rollout.slots * min(context, KV_POSITIONS))
     weights = {"engine's weights": float(copies * sizes.parameters * number)}
     parts = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
+    if sizes.state_bytes:
+        parts["states"] = float(copies * rollout.slots * sizes.state_bytes)
     if is_ours and setup.on_cpu and recipe.model.dtype == "float32":
         parts["packed weights"] = float(copies * sizes.linear * number)
     return parts if shares_weights and copies == 1 else weights | parts

@@ -199,6 +199,16 @@ def state_layers(model: nn.Module) -> str:
     return _layers_that(model, *STATE_LAYERS)
 
 
+@torch.no_grad()
+def count_memory(model: nn.Module, hidden: int) -> tuple[int, int]:
+    """Return how many layers attend, and the bytes of a sequence's states, of a model without weights."""
+    add_seam(model)
+    says = [(module, _source_says(type(module))) for module in model.modules()]
+    rows = torch.zeros(1, 2, hidden, dtype=next(model.parameters()).dtype, device="meta")
+    states = [StateLayer(module, 0, True).run(rows)[1] for module, how in says if how in STATE_LAYERS]
+    return sum(how == "attends" for _, how in says), sum(x.nbytes for each in states for x in each.values())
+
+
 def _layers_that(model: nn.Module, *says: str) -> str:
     return ", ".join(sorted({type(m).__name__ for m in model.modules() if _source_says(type(m)) in says}))
 
