@@ -104,6 +104,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on the device is done."""
+    _module(device, "synchronize")
+
+
 def memory_of(device: torch.device) -> int | None:
     sizes = _module(device, "mem_get_info", device)
     return None if sizes is None else sizes[1]

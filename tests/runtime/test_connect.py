@@ -185,8 +185,8 @@ def test_an_existing_cluster_is_joined_with_each_group_on_one_machine_and_left(
     ray.init(address=machines.address, log_to_driver=False)
     with closing(Cluster.open(aligned)):
         monkeypatch.setattr(cluster_module, "PATIENCE_S", 1.0)
-        text = refused(recipe(tmp_path, at))  # the first one holds all six CPUs
+        text = refused(recipe(tmp_path, at))  # the first one holds five of six CPUs
     assert "no room for all workers within 1 s" in text
-    assert "wanted 2 CPUs, available 0 CPUs" in text
+    assert "wanted 2 CPUs, available 1 CPU" in text
     assert ray.is_initialized()  # it was not this run that connected
     assert "wanted 7 CPUs, available 6 CPUs" in refused(recipe(tmp_path, at, "pools.train.devices=6"))

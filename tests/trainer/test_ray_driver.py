@@ -28,13 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 @contextmanager
 def driver(folder: Path, *more: str) -> Iterator[subprocess.Popen[Any]]:
     """A run in a process of its own, in a session of its own as if a terminal had started it."""
-    options = [
-        "--set",
-        "runtime.cpus=6",
-        "--set",
-        "--out",
-        str(folder / "cut"),
-    ]
+    options = ["--set", "runtime.cpus=6", "--out", str(folder / "cut")]
     command = [sys.executable, "-m", "practicum", "train", str(folder / "recipe.yaml"), *options, *more]
     with (folder / "output.txt").open("a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)

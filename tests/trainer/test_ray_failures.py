@@ -175,7 +175,6 @@ def test_a_run_goes_on_after_deaths_as_if_nobody_had_died(tmp_path: Path, monkey
     # Every put is an object of its own, as large ones are.
     monkeypatch.setattr(start, "start_ray_store", partial(start.start_ray_store, inline_bytes=0))
     sections = on_ray({"rollout": TINY["rollout"] | {"samples": 2, "replicas": 2}})
-    sections["runtime"] |= {"start_s": 240}
     train_loaded(survivor(tmp_path, "own", **sections), tmp_path / "ray")
     counted = take_counts(tmp_path / "ray")
     assert [deaths for deaths, _ in counted] == [0, 1, 1, 0, 1], "Ray itself starts a reward model again"

@@ -21,9 +21,8 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from torch.utils.benchmark import Timer
 
-from practicum.devices import count_cores, find_accelerator, memory_of
+from practicum.devices import count_cores, find_accelerator, memory_of, synchronize
 from practicum.engines.table import ENGINES
 from practicum.errors import MissingExtraError, PracticumError
 from practicum.learning.packed_model import PackedModel
@@ -144,17 +143,24 @@ def _speeds() -> tuple[Result, str]:
     device, shown = find_accelerator() or torch.device("cpu"), []
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(1024, 1024, dtype=dtype, device=device)
-        rate = 2 * len(a) ** 3 / _seconds(lambda a=a: a @ a) / 1e9
+        rate = 2 * len(a) ** 3 / _seconds(lambda a=a: a @ a, device) / 1e9
         shown.append(f"{str(dtype).removeprefix('torch.')} products {rate:,.1f} GFLOP/s")
     here, there = torch.ones(2**24), torch.empty(2**24, device=device)
-    shown.append(f"copies {here.nbytes / _seconds(lambda: there.copy_(here)) / 1e9:.1f} GB/s")
+    shown.append(f"copies {here.nbytes / _seconds(lambda: there.copy_(here), device) / 1e9:.1f} GB/s")
     return "", f"{', '.join(shown)} on {device}, threads: {torch.get_num_threads()}"
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    threads = torch.get_num_threads()
-    timer = Timer("work()", globals={"work": work}, num_threads=threads)
-    return timer.blocked_autorange(min_run_time=0.3).median
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call."""
+    taken: list[float] = []
+    end = time.perf_counter() + 0.3
+    while time.perf_counter() < end or len(taken) < 3:
+        synchronize(device)
+        began = time.perf_counter()
+        work()
+        synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[len(taken) // 2]
 
 
 _EXAMINATIONS: tuple[tuple[str, Callable[[], tuple[Result, str]]], ...] = (

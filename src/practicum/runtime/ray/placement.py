@@ -80,7 +80,7 @@ class Needs:
         pools = [f"{pool}: {count} × {amounts(cpus, gpus)}" for (pool, cpus, gpus), count in shapes.items()]
         roles = Counter(actor.role for actor in self.actors)
         actors = ", ".join(f"{count} {role}" for role, count in roles.items())
-        return [*pools, f"{len(self.actors)} actors: {actors}"]
+        return [*pools, f"{len(self.actors)} actors: {actors}"] if actors else pools
 
 
 class Node(NamedTuple):
