@@ -197,9 +197,9 @@ def teacher_misleads(rows: Rows, signal: Signal) -> Iterator[Finding]:
         kl, score = ([[row[key] for row in part] for part in (before, after)] for key in (metric, reward))
         if _rises(*kl) and _rises(*reversed(score)):
             said = (
-                f"{name}: KL to this teacher rose from {fmean(kl[0]):.3g} to {fmean(kl[1]):.3g} while the reward "
-                f"on its prompts fell from {fmean(score[0]):.3g} to {fmean(score[1]):.3g}. Lower train.lr, and "
-                "check that the teacher is better than the student on this task"
+                f"{name}: KL to this teacher rose from {fmean(kl[0]):.3g} to {fmean(kl[1]):.3g} while "
+                f"the reward on its prompts fell from {fmean(score[0]):.3g} to {fmean(score[1]):.3g}. "
+                "Lower train.lr, and check that the teacher is better than the student on this task"
             )
             yield Finding(f"collapse of {name}", said, metric, f"teacher={name}")
 
