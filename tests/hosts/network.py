@@ -70,10 +70,14 @@ class Host:
     def _boot(self, shared: Sequence[Path]) -> None:
         """Start the host's first process, which all others belong to. Folders below /tmp that are `shared`
         stay visible; everything else below /tmp is the host's own."""
-        keep = "".join(f"mkdir -p /mnt/pr{i} && mount --bind {p} /mnt/pr{i} && " for i, p in enumerate(shared))
+        keep = "".join(
+            f"mkdir -p /mnt/pr{i} && mount --bind {p} /mnt/pr{i} && " for i, p in enumerate(shared)
+        )
         back = "".join(f"mkdir -p {p} && mount --move /mnt/pr{i} {p} && " for i, p in enumerate(shared))
         init = keep + _INIT.format(life=7200).replace("&& ip", f"&& {back}ip", 1)
-        command = f"ip netns exec {self.space} unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
+        command = (
+            f"ip netns exec {self.space} unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
+        )
         shell = f"hostname {self.name}; {init}"
         self.init = subprocess.Popen(
             [*command.split(), "sh", "-c", shell], stdout=subprocess.PIPE, text=True, start_new_session=True
