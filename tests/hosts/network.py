@@ -22,7 +22,8 @@ import pytest
 
 SUBNET = "10.231.7"
 """The hosts' addresses. Several networks may use them: each has its own bridge."""
-_INIT = "mount -t tmpfs tmp /tmp && mount -t tmpfs -o mode=1777 shm /dev/shm && ip link set lo up && echo ready && exec sleep {life}"
+LIFE_S = 7200
+"""Seconds after which a host ends, whatever became of its test."""
 
 
 def _run(command: str) -> str:
@@ -70,15 +71,18 @@ class Host:
     def _boot(self, shared: Sequence[Path]) -> None:
         """Start the host's first process, which all others belong to. Folders below /tmp that are `shared`
         stay visible; everything else below /tmp is the host's own."""
-        keep = "".join(
-            f"mkdir -p /mnt/pr{i} && mount --bind {p} /mnt/pr{i} && " for i, p in enumerate(shared)
+        places = [(shlex.quote(str(path)), f"/mnt/practicum-{i}") for i, path in enumerate(shared)]
+        shell = " && ".join(
+            [
+                f"hostname {self.name}",
+                *(f"mkdir -p {aside} && mount --bind {path} {aside}" for path, aside in places),
+                "mount -t tmpfs tmp /tmp && mount -t tmpfs -o mode=1777 shm /dev/shm",
+                *(f"mkdir -p {path} && mount --move {aside} {path}" for path, aside in places),
+                f"ip link set lo up && echo ready && exec sleep {LIFE_S}",
+            ]
         )
-        back = "".join(f"mkdir -p {p} && mount --move /mnt/pr{i} {p} && " for i, p in enumerate(shared))
-        init = keep + _INIT.format(life=7200).replace("&& ip", f"&& {back}ip", 1)
-        command = (
-            f"ip netns exec {self.space} unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
-        )
-        shell = f"hostname {self.name}; {init}"
+        spaces = "unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
+        command = f"ip netns exec {self.space} {spaces}"
         self.init = subprocess.Popen(
             [*command.split(), "sh", "-c", shell], stdout=subprocess.PIPE, text=True, start_new_session=True
         )
