@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -84,7 +84,11 @@ class Host:
         spaces = "unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
         command = f"ip netns exec {self.space} {spaces}"
         self.init = subprocess.Popen(
-            [*command.split(), "sh", "-c", shell], stdout=subprocess.PIPE, text=True, start_new_session=True
+            [*command.split(), "sh", "-c", shell],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # unshare of older Debians warns of its signal mask
+            text=True,
+            start_new_session=True,
         )
         assert self.init.stdout is not None
         if self.init.stdout.readline().strip() != "ready":
@@ -95,7 +99,7 @@ class Host:
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Start a command on this host and return its Popen."""
         enter = ["nsenter", "-t", str(self.pid), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=."]
-        return subprocess.Popen([*enter, *command], env={**os.environ, **(env or {})}, text=True, **options)
+        return subprocess.Popen([*enter, *command], env=env, text=True, **options)
 
     def run(self, command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command on this host to its end; kill it after `timeout` seconds."""
@@ -155,7 +159,7 @@ class Network:
                 self.hosts[name] = host
             self._undo = undo.pop_all()
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

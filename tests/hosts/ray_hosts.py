@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,13 @@ from tests.cluster import ENV
 from tests.hosts.network import Host, Network
 
 START_S = 120.0
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The tests of one host set this variable to keep Ray on 127.0.0.1."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 HOST_ENV = {
-    **{name: value for name, value in ENV.items() if name != "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"},
+    **{name: value for name, value in (os.environ | ENV).items() if name != LOOPBACK},
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("src", ".")),
 }
