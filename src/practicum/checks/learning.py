@@ -181,10 +181,8 @@ def teacher_shares(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def teacher_misleads(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """The student moves away from a teacher while the reward on that teacher's prompts falls.
-
-    Means of the last steps are compared with those of the steps before, beyond two standard errors.
-    """
+    """The student moves away from a teacher while the reward on that teacher's prompts falls."""
+    # Means of the last steps are compared with those of the steps before, beyond two standard errors.
     for metric in rows[-1] if rows else ():
         if not (metric.startswith("teacher/") and metric.endswith("/kl")):
             continue
