@@ -151,10 +151,7 @@ class PythonRunner:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill bubblewrap and with it every process inside.
-
-    Its first child is in the same group until it has arranged to die with its parent.
-    """
+    """Kill bubblewrap and every process inside, which are one group: its child may not die with it yet."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -192,7 +189,7 @@ def _command(limits: Limits) -> list[str]:
     # The interpreter of a virtual environment is a link to the real one.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     prlimit = os.path.realpath(shutil.which("prlimit") or "prlimit")
-    options = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    options = ["--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
     options += ["--size", str(limits.space_mb << 20), "--tmpfs", _FOLDER]
     for device in _DEVICES:
         options += ["--dev-bind", device, device]
