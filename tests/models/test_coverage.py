@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import practicum as pr
+from practicum.commands.recipe_commands import plan
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.serving.serve import ServeOptions, resolve
 from tests.models.coverage import EVERY, PAGE, RECIPE, row, save
@@ -79,6 +81,29 @@ def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict
             with pytest.raises(RecipeError, match="carry a state") as error:
                 run(sections)
             assert error.value.path == f"{key}.engine"
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "engine", "key"),
+    [
+        ("bloom", None, "torch", "model.path"),
+        ("llama", "gemma4_text", "torch", "teachers.t.model"),
+        ("lfm2", None, "vllm", "rollout.engine"),
+        ("llama", "lfm2", "vllm", "teachers.t.engine"),
+    ],
+)
+def test_plan_refuses_the_layers_that_train_does(
+    folders: dict[str, str], tmp_path: Path, student: str, teacher: str | None, engine: str, key: str
+):
+    asked = recipe(folders[student], None if teacher is None else folders[teacher])
+    if teacher is None:
+        asked["rollout"] = asked["rollout"] | {"engine": engine}
+    else:
+        asked["teachers"]["t"]["engine"] = engine
+    (file := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(asked))
+    with pytest.raises(RecipeError) as error:
+        plan(file)
+    assert error.value.path == key
 
 
 def test_serve_refuses_what_train_does(folders: dict[str, str]):

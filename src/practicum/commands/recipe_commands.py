@@ -113,12 +113,24 @@ def plan(
     practicum plan recipes/sort/start.yaml --cluster examples/cluster.yaml
     """
     from practicum.forecast.forecast import forecast, load_spec, mean_prompt_tokens, report, this_machine
+    from practicum.models.load_model import require_known_layers
     from practicum.recipe.load_recipe import load_recipe
+    from practicum.trainer.preflight import require_layers
     from practicum.trainer.run_models import resolve_models
 
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
     loaded, _ = resolve_models(load_recipe(recipe, [*(overrides or []), *on_ray]), weights=False)
     spec = this_machine() if cluster is None else load_spec(cluster)
+    # A teacher that is not here yet is counted like the student: its layers are not known.
+    teachers = {
+        name: teacher
+        for name, teacher in loaded.recipe.teachers.items()
+        if teacher.model is None or Path(teacher.model).expanduser().is_dir()
+    }
+    require_layers(loaded.recipe.model_copy(update={"teachers": teachers}))
+    for name, teacher in teachers.items():
+        if teacher.engine == "torch" and teacher.model is not None:
+            require_known_layers(teacher.model, f"teachers.{name}.model")
     predicted = forecast(loaded.recipe, spec, mean_prompt_tokens(loaded.recipe))
     typer.echo(report(predicted))
     if predicted.refusals:
