@@ -34,8 +34,10 @@ class BatchFacts:
     """Summed weights of the row's sampled tokens: their number unless the batch has a token_weight."""
 
     def select(self, rows: Sequence[int]) -> BatchFacts:
-        columns = (self.sessions, self.sampled_tokens, self.session_tokens, self.teachers, self.weights)
-        return BatchFacts(*([numbers[row] for row in rows] for numbers in columns))
+        counts = (self.sessions, self.sampled_tokens, self.teachers)
+        sessions, sampled, teachers = ([numbers[row] for row in rows] for numbers in counts)
+        tokens, weights = ([sums[row] for row in rows] for sums in (self.session_tokens, self.weights))
+        return BatchFacts(sessions, sampled, tokens, teachers, weights)
 
 
 @dataclass(frozen=True, slots=True)
