@@ -97,6 +97,7 @@ def on_rank(batch: UpdateBatch, rows: list[list[int]], parallel: Parallel | None
         sampled_tokens=[int(mask.sum()) for mask in batch.response_mask.rows],
         session_tokens=batch.session_tokens or session_tokens(batch),
         teachers=[0] * len(batch.sessions) if batch.teachers is None else batch.teachers.teacher,
+        weights=[int(mask.sum()) for mask in batch.response_mask.rows],
     )
     return replace(picked, whole=everywhere)
 

@@ -20,6 +20,8 @@ then counts as the fraction T_sm / T_s of a session:
 
 So sum_m S_m loss_m = S loss for any cut into mini-batches: a session weighs the same whether it is
 cut or not. For whole sessions S_m is the number of sessions.
+
+With token weights w_t, w_t loss_t is summed and each count of tokens is the sum of their weights.
 """
 
 from __future__ import annotations
@@ -80,5 +82,5 @@ def token_weights(
         tokens_S = segment_count(session_N[mask_N], sessions)
     divisor = find_part("aggregation", kind, AGGREGATIONS)
     divisor_S = divisor(tokens_S, tokens_S if whole_S is None else whole_S)
-    weight_S = 1.0 / divisor_S.to(dtype)
+    weight_S = (1.0 / divisor_S.to(dtype)).masked_fill(divisor_S == 0, 0.0)  # all its tokens weigh nothing
     return weight_S[session_N].masked_fill(~mask_N, 0.0)

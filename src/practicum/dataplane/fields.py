@@ -70,6 +70,7 @@ _FIELDS = (
     Field("values", "float32", "response", "values", "the critic before each token", "zero"),
     Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
     Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),
+    Field("token_weight", "float32", "response", "the user", "factor of the token in the loss", "zero"),
 )
 _BYTES = {
     **dict.fromkeys(("int64", "float64"), 8),

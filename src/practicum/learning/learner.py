@@ -31,6 +31,7 @@ from practicum.learning.update_batch import (
     need_column,
     per_token,
     sessions_of,
+    token_column,
 )
 from practicum.learning.update_shares import PartGradients, PartShares
 from practicum.models.adapter_files import write_adapter
@@ -156,19 +157,25 @@ class Learner(TrainedModel):
                 entropy=True,
                 entropy_grad=self.objective.algorithm.entropy > 0,
                 plain="plain_logprobs" in columns,
-                logprobs_grad=self.objective.uses_logprobs,
+                logprobs_grad=self.objective.uses_logprobs or "sampled" in columns,
                 also=also,
                 top=None if trace is None else (columns["recorded"], TOP),
             )
+        column_M, inserted = packed.column_M, None
+        if (sampled_M := columns.pop("sampled", None)) is not None:
+            inserted = -(columns["weights"] * found.logprobs_M)[~sampled_M].sum()
+            found, column_M = found.select(sampled_M), column_M[sampled_M.cpu()]
+            columns = {name: x[sampled_M] for name, x in columns.items()}
+            report.add("inserted_loss", float(inserted.detach()))
         losses = token_losses(found, columns, columns["session"], self.objective, report.means)
         weighted_M = columns["weights"] * losses.loss_M
-        loss = weighted_M.sum()
-        report.tokens += len(packed.target_M)
+        loss = weighted_M.sum() if inserted is None else weighted_M.sum() + inserted
+        report.tokens += len(column_M)
         report.weight += float(columns["weights"].double().sum())
         report.add("loss", float(loss.detach()))
         report.absolute += float(weighted_M.detach().abs().sum())
         if trace is not None:
-            trace.add(packed.column_M, losses.numbers | {"loss": weighted_M}, losses.rules)
+            trace.add(column_M, losses.numbers | {"loss": weighted_M}, losses.rules)
             trace.add_top(packed.column_M, "student", found.top)
             if losses.taught is not None and losses.taught.top:
                 trace.add_top(packed.column_M, "teacher", losses.taught.top)
@@ -278,7 +285,11 @@ class _Update:
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
         whole = batch.whole
         self.tokens = int(self.sampled_M.sum()) if whole is None else sum(whole.sampled_tokens)
-        found = sessions_of(batch, self.sampled_M)
+        weight_M = token_column(batch, "token_weight")
+        found = sessions_of(batch, self.sampled_M, weight_M)
+        learnt_M = self.learnt_M = self.sampled_M
+        if weight_M is not None:
+            learnt_M = self.learnt_M = self.sampled_M | (weight_M > 0)
         self.sessions = found.rows
         lengths = batch.response_ids.lengths
         session_M = per_token(self.sessions, lengths)
@@ -291,9 +302,12 @@ class _Update:
             tokens_S=found.tokens_S,
         )
         columns = objective.columns(batch)
-        columns["weights"] = weights_M = weigh(self.sampled_M, session_M)
+        weights_M = weigh(learnt_M, session_M)
+        columns["weights"] = weights_M = weights_M if weight_M is None else weights_M * weight_M.to(dtype)
         self.columns = {name: x.to(dtype) if x.is_floating_point() else x for name, x in columns.items()}
         self.columns["session"] = session_M
+        if bool((learnt_M & ~self.sampled_M).any()):
+            self.columns["sampled"] = self.sampled_M
         if batch.groups is not None:
             self.columns["group"] = per_token(batch.groups, lengths)
         self.trace = None
@@ -306,8 +320,8 @@ class _Update:
             if shares is not None and self.tokens:
                 weights, teachers = weights_M[here_M], teacher_M[here_M]
                 if whole is not None:  # the summed weights of each row's tokens, whichever rank has it
-                    sampled_B = torch.tensor(whole.sampled_tokens)
-                    weights = weigh(sampled_B > 0, found.session_B).double() * sampled_B
+                    weight_B = torch.tensor(whole.weights)
+                    weights = weigh(weight_B > 0, found.session_B).double() * weight_B
                     teachers = torch.tensor(whole.teachers)
                 factors = share_factors(weights, teachers, shares)
                 weights_M[here_M] *= factors[teacher_M[here_M]].to(weights_M.dtype)
@@ -316,7 +330,8 @@ class _Update:
         active_S = torch.ones(len(found.tokens_S), dtype=torch.bool)
         if objective.zero_without_advantage:
             active_S = torch.zeros_like(active_S)
-            active_S[session_M[self.sampled_M & (self.columns["advantages"] != 0)]] = True
+            pulled_M = self.sampled_M & (self.columns["advantages"] != 0)
+            active_S[session_M[pulled_M | (learnt_M & ~self.sampled_M)]] = True
             if parallel is not None:
                 active_S = torch.stack(parallel.gather(active_S)).any(0)
         self.active = [i for i, session in enumerate(self.sessions) if active_S[session]]
@@ -324,9 +339,9 @@ class _Update:
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
 
     def microbatches(self, trunk: PackedModel, rows: list[int]) -> Iterator[Packed]:
-        """Yield micro-batches of these rows, to predict their sampled tokens."""
+        """Yield micro-batches of these rows, to predict the tokens that are learnt from."""
         sessions = self.sessions if self.whole_sessions else None
-        return trunk.microbatches(self.rows, only=rows, sampled_M=self.sampled_M, sessions=sessions)
+        return trunk.microbatches(self.rows, only=rows, sampled_M=self.learnt_M, sessions=sessions)
 
     def columns_of(self, packed: Packed) -> dict[str, Tensor]:
         device = packed.ids_N.device

@@ -40,6 +40,12 @@ class TokenLogprobs:
     more: tuple[Tensor, ...] = ()
     top: tuple[Tensor, ...] = ()
 
+    def select(self, mask_M: Tensor) -> TokenLogprobs:
+        """Return those of some targets; `top`, and what `more` has beyond four columns, stay whole."""
+        entropy_M, plain_M = (None if x is None else x[mask_M] for x in (self.entropy_M, self.plain_M))
+        more = (*(x[mask_M] for x in self.more[:4]), *self.more[4:])
+        return TokenLogprobs(self.logprobs_M[mask_M], entropy_M, plain_M, more, self.top)
+
 
 def map_logits(
     model: PreTrainedModel, hidden_M: Tensor, reduce: Reduce, *, chunk_logits: int = CHUNK_LOGITS
@@ -132,15 +138,44 @@ class LogprobScorer:
         extras: RowExtras | None = None,
     ) -> Ragged:
         """Return logprobs of every response token at a temperature, in float32."""
+        return self._scored(prompt_ids, response_ids, temperature, extras)
+
+    @torch.no_grad()
+    def entropies(
+        self,
+        prompt_ids: Ragged,
+        response_ids: Ragged,
+        *,
+        temperature: float,
+        extras: RowExtras | None = None,
+    ) -> Ragged:
+        """Return the entropy of the distribution that each response token is drawn from, in float32."""
+        return self._scored(prompt_ids, response_ids, temperature, extras, entropy=True)
+
+    def _scored(
+        self,
+        prompt_ids: Ragged,
+        response_ids: Ragged,
+        temperature: float,
+        extras: RowExtras | None,
+        *,
+        entropy: bool = False,
+    ) -> Ragged:
         trunk, rows = self.trunk, RowSpans(prompt_ids, response_ids, extras)
         column = torch.empty(sum(response_ids.lengths))
         for attempt in trunk.attempts():
             with attempt, nullcontext() if self.adapter else adapter_off(trunk.model), trunk.precision():
                 for packed in trunk.microbatches(rows):
                     scored = token_logprobs(
-                        trunk.model, trunk.hidden(packed), packed.target_M, temperature=temperature
+                        trunk.model,
+                        trunk.hidden(packed),
+                        packed.target_M,
+                        temperature=temperature,
+                        entropy=entropy,
                     )
-                    column[packed.column_M] = scored.logprobs_M.float().cpu()
+                    scores_M = scored.entropy_M if entropy else scored.logprobs_M
+                    assert scores_M is not None
+                    column[packed.column_M] = scores_M.float().cpu()
         return Ragged.packed(column, response_ids.lengths)
 
     def fingerprint(self, length: int = LENGTH) -> Tensor:

@@ -28,12 +28,16 @@ class BatchFacts:
 
     sessions: Sequence[int]
     sampled_tokens: Sequence[int]
-    session_tokens: Sequence[int]
+    session_tokens: Sequence[float]
     teachers: Sequence[int]
+    weights: Sequence[float]
+    """Summed weights of the row's sampled tokens: their number unless the batch has a token_weight."""
 
     def select(self, rows: Sequence[int]) -> BatchFacts:
-        columns = (self.sessions, self.sampled_tokens, self.session_tokens, self.teachers)
-        return BatchFacts(*([numbers[row] for row in rows] for numbers in columns))
+        counts = (self.sessions, self.sampled_tokens, self.teachers)
+        sessions, sampled, teachers = ([numbers[row] for row in rows] for numbers in counts)
+        tokens, weights = ([sums[row] for row in rows] for sums in (self.session_tokens, self.weights))
+        return BatchFacts(sessions, sampled, tokens, teachers, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,12 @@ class UpdateBatch:
     teachers: TeacherColumns | None = None
     groups: Sequence[int] | None = None
     """A number for each row: `Learner.by_group` has sums by these groups."""
-    session_tokens: Sequence[int] | None = None
-    """Sampled tokens of each row's session in the step's whole batch; None: a session's rows are all here."""
+    session_tokens: Sequence[float] | None = None
+    """Sampled tokens of each row's session in the step's whole batch, or the sum of their weights.
+
+    None: a session's rows are all here."""
+    token_weight: Ragged | None = None
+    """Factor of each token in the loss; of a token that was not sampled, of its cross-entropy."""
     extras: RowExtras | None = None
     recorded: Sequence[bool] | None = None
     """True for rows whose tokens the run's record has."""
@@ -101,12 +109,12 @@ class SessionNumbers:
     session_B: Tensor
     """The session of each row of the mini-batch."""
     tokens_S: Tensor
-    """Sampled tokens of each session in the mini-batch."""
+    """Sampled tokens of each session in the mini-batch, or the sum of their weights."""
     whole_S: Tensor
-    """Sampled tokens of each session in the step's whole batch."""
+    """The same of each session in the step's whole batch."""
 
 
-def sessions_of(batch: UpdateBatch, sampled_M: Tensor) -> SessionNumbers:
+def sessions_of(batch: UpdateBatch, sampled_M: Tensor, weight_M: Tensor | None = None) -> SessionNumbers:
     """Number the sessions of a mini-batch; `sampled_M` is True for sampled tokens of these rows."""
     whole, rows = batch.whole, np.asarray(batch.sessions, dtype=np.int64)
     everywhere = rows if whole is None else np.asarray(whole.sessions, dtype=np.int64)
@@ -114,14 +122,16 @@ def sessions_of(batch: UpdateBatch, sampled_M: Tensor) -> SessionNumbers:
     rows, session_B = np.searchsorted(names, rows).tolist(), torch.from_numpy(dense)
     if whole is None:
         session_tokens = batch.session_tokens
-        tokens_S = segment_count(per_token(rows, batch.response_ids.lengths)[sampled_M], len(names))
+        session_M = per_token(rows, batch.response_ids.lengths)[sampled_M]
+        tokens_S = segment_count(session_M, len(names))
+        if weight_M is not None:
+            tokens_S = segment_sum(weight_M[sampled_M].double(), session_M, len(names))
     else:
         session_tokens = whole.session_tokens
-        sampled_B = torch.tensor(whole.sampled_tokens, dtype=torch.int64)
-        tokens_S = segment_sum(sampled_B, session_B, len(names))
+        tokens_S = segment_sum(torch.tensor(whole.weights), session_B, len(names))
     whole_S = tokens_S
     if session_tokens is not None:
-        tokens_B = torch.tensor(session_tokens)
+        tokens_B = torch.tensor(session_tokens, dtype=tokens_S.dtype)
         whole_S = torch.zeros_like(tokens_S).scatter_reduce(0, session_B, tokens_B, "amax")
     return SessionNumbers(rows, session_B, tokens_S, whole_S)
 

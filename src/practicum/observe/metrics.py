@@ -53,6 +53,7 @@ METRICS: dict[str, str] = {
     "train/tokens": "Sampled tokens in the mini-batch.",
     "train/idle_tokens": "Share of them in sessions whose gradient is surely zero (no backward pass).",
     "train/policy_loss": "The policy's part of the loss, aggregated.",
+    "train/inserted_loss": "Cross-entropy of tokens that were not sampled and have a token_weight.",
     "train/distill_loss": "Divergence from the teachers, mean over tokens, before its weight.",
     "train/teacher_kl": "k1 estimate of KL(student || teacher): mean of the sampled tokens' log-ratios.",
     "train/teacher_overlap": "Share of the teacher's top-k that is in the student's own.",

@@ -13,9 +13,11 @@ from practicum.algorithms.aggregation import AGGREGATIONS
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
+from practicum.errors import DataError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packing import RowExtras
@@ -96,7 +98,7 @@ class StudentRole:
         self.watch("masks", invariants.passes(step.batch, rows_of_steps, self.cutter.train.epochs))
         pairs = list(dict.fromkeys(pair_of(tags) for tags in step.batch.real().tags))
         every = self._measure_every if self._numbers and len(pairs) > 1 else 0
-        sums, parts, whole = TeacherSums(), ((), None), self._facts(step.batch)
+        sums, parts, whole = TeacherSums(), ((), None), self._facts(step.batch, batch, columns)
         extras = RowExtras.of(columns)
         reports: list[dict[str, float]] = []
         others = any(tags.version_min != version for tags in step.batch.real().tags)
@@ -144,16 +146,36 @@ class StudentRole:
             findings = self.parallel.gather(findings[0])
         self.watch("masks", next((finding for finding in findings if finding is not None), None))
 
-    def _facts(self, batch: BatchRef) -> BatchFacts:
+    def _facts(self, batch: BatchRef, own: BatchRef, columns: Columns) -> BatchFacts:
+        """Return the facts of the whole batch; `own` are this rank's rows, with their columns."""
+        sampled = [tags.sampled_tokens for tags in batch.tags]
+        weights: list[float] = list(sampled)
+        if "token_weight" in columns:
+            weights = self._summed_weights(batch, own, columns)
         names, tokens = [key[:2] for key in batch.keys], Counter[tuple[int, ...]]()
-        for name, tags in zip(names, batch.tags, strict=True):
-            tokens[name] += tags.sampled_tokens
+        for name, weight in zip(names, weights, strict=True):
+            tokens[name] += weight  # pyright: ignore[reportArgumentType]
         return BatchFacts(
             sessions=dense_ids(names)[0].tolist(),
-            sampled_tokens=[tags.sampled_tokens for tags in batch.tags],
+            sampled_tokens=sampled,
             session_tokens=[tokens[name] for name in names],
             teachers=[self._numbers.get(tags.teacher or "", 0) for tags in batch.tags],
+            weights=weights,
         )
+
+    def _summed_weights(self, batch: BatchRef, own: BatchRef, columns: Columns) -> list[float]:
+        """Return the summed token_weight of the sampled tokens of each row, whichever rank has it."""
+        found: dict[Key, float] = {}
+        rows = zip(columns.ragged("token_weight").rows, columns.ragged("response_mask").rows, strict=True)
+        for key, (weight, mask) in zip(own.keys, rows, strict=True):
+            if not bool((weight.isfinite() & (weight >= 0)).all()):
+                raise DataError(
+                    f"token_weight of {key} has {float(weight.min())}: expected numbers from 0 up"
+                )
+            found[key] = float(weight[mask].double().sum())
+        ranks = [found] if self.parallel is None else self.parallel.gather(found)
+        everywhere = {key: weight for sums in ranks for key, weight in sums.items()}
+        return [everywhere.get(key, 0.0) for key in batch.keys]
 
     def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, first: bool, stale: bool) -> None:
         """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
@@ -190,6 +212,7 @@ class StudentRole:
             ref_logprobs=columns.select("ref_logprobs", rows),
             teachers=teachers,
             session_tokens=facts.session_tokens,
+            token_weight=columns.select("token_weight", rows),
         )
 
 
@@ -198,11 +221,11 @@ def ids_of(columns: Columns) -> tuple[Ragged, Ragged]:
 
 
 def total_weight(aggregation: str, facts: BatchFacts) -> float:
-    """Return the sum of the weights of a mini-batch's tokens, by its tags alone."""
+    """Return the sum of the weights of a mini-batch's tokens, by the facts of its rows alone."""
     whole = dict(zip(facts.sessions, facts.session_tokens, strict=True))
-    tokens = Counter[int]()
-    for session, sampled in zip(facts.sessions, facts.sampled_tokens, strict=True):
-        tokens[session] += sampled
+    tokens: dict[int, float] = {}
+    for session, weight in zip(facts.sessions, facts.weights, strict=True):
+        tokens[session] = tokens.get(session, 0) + weight
     present = [session for session, count in tokens.items() if count]
     tokens_S = torch.tensor([tokens[session] for session in present])
     divisor = find_part("aggregation", aggregation, AGGREGATIONS)
