@@ -219,7 +219,7 @@ def _warnings(model: Model, train: Train, *, replays: bool, by_rewards_alone: bo
     if model.random_init is not None and by_rewards_alone:
         warnings.append(
             "the student starts with random weights (model.random_init) and learns from rewards alone: "
-            "answers that earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: supervised, "
-            "algorithm.advantage: none) and set model.path to that run"
+            "answers that earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: "
+            "supervised, algorithm.advantage: none) and set model.path to that run"
         )
     return warnings
