@@ -157,3 +157,21 @@ def test_runs_that_learn_say_nothing(tmp_path: Path):
     taught["rollout"] |= {"stop": list("abcdefghijklmnopqrstuvwxyz0123456789")}
     for name, sections in {"supervised": SUPERVISED | {"train": steps}, "taught": taught}.items():
         assert not train_loaded(tiny(tmp_path, **sections), tmp_path / name).warnings
+
+
+def _taught(kl: float, reward: float, step: int) -> dict[str, float]:
+    noise = 0.01 if step % 2 else -0.01
+    return HEALTHY | {"teacher/t/kl": kl + noise, "teacher/t/reward": reward + noise}
+
+
+def test_a_teacher_whose_kl_rises_while_its_reward_falls_is_reported_once():
+    rows = [_taught(0.2, 0.5, i) for i in range(MANY)] + [_taught(0.4, 0.3, i) for i in range(2 * MANY)]
+    ((step, text),) = told(TAUGHT, rows)
+    assert step == 2 * MANY, "as soon as two windows are full"
+    assert text.startswith("t: KL to this teacher rose")
+
+
+@pytest.mark.parametrize(("kl", "reward"), [(0.4, 0.5), (0.2, 0.3), (0.1, 0.3), (0.4, 0.7), (0.2, 0.5)])
+def test_kl_or_reward_alone_is_no_alarm(kl: float, reward: float):
+    rows = [_taught(0.2, 0.5, i) for i in range(MANY)] + [_taught(kl, reward, i) for i in range(2 * MANY)]
+    assert not told(TAUGHT, rows)

@@ -22,6 +22,7 @@ def differences(folder: Path, *names: str) -> dict[str, str]:
     return {name: what for name, what in found.items() if what}
 
 
+@pytest.mark.long
 def test_learner_engine_and_teachers_work_on_a_gpu(tmp_path: Path):
     assert differences(tmp_path, *QUICK) == {}
 

@@ -29,7 +29,7 @@ from .ranks import TRAIN, on_rank, on_ranks, uneven
 from .reference import random_batch, take, tiny
 from .test_vision import seeing
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 LORA = {"lora": Lora(rank=4, alpha=4.0)}
 
 

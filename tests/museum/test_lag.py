@@ -16,6 +16,7 @@ from ..trainer.recipes import tiny
 from .steps import passes, take_steps
 
 
+@pytest.mark.long
 def test_groups_that_are_left_out_for_being_late(monkeypatch: pytest.MonkeyPatch):
     """thinking-machines-lab/tinker-cookbook#822: groups that took longer than the allowed staleness were
     thrown away: what was trained on were the quick and easy prompts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Literal
 
 from practicum.recipe.algorithm_traits import estimator_traits
@@ -180,6 +180,28 @@ def teacher_shares(rows: Rows, signal: Signal) -> Iterator[Finding]:
             yield Finding(f"share of {name}", said, f"teacher/{name}/gradient_share", f"teacher={name}")
 
 
+def teacher_misleads(rows: Rows, signal: Signal) -> Iterator[Finding]:
+    """The student moves away from a teacher while the reward on that teacher's prompts falls."""
+    # Means of the last steps are compared with those of the steps before, beyond two standard errors.
+    for metric in rows[-1] if rows else ():
+        if not (metric.startswith("teacher/") and metric.endswith("/kl")):
+            continue
+        name = metric.removeprefix("teacher/").removesuffix("/kl")
+        reward = f"teacher/{name}/reward"
+        both = [row for row in rows if metric in row and reward in row][-2 * MANY :]
+        before, after = both[:MANY], both[MANY:]
+        if len(after) < MANY:
+            continue
+        kl, score = ([[row[key] for row in part] for part in (before, after)] for key in (metric, reward))
+        if _rises(*kl) and _rises(*reversed(score)):
+            said = (
+                f"{name}: KL to this teacher rose from {fmean(kl[0]):.3g} to {fmean(kl[1]):.3g} while "
+                f"the reward on its prompts fell from {fmean(score[0]):.3g} to {fmean(score[1]):.3g}. "
+                "Lower train.lr, and check that the teacher is better than the student on this task"
+            )
+            yield Finding(f"collapse of {name}", said, metric, f"teacher={name}")
+
+
 RULES: tuple[Callable[[Rows, Signal], Iterator[Finding]], ...] = (
     not_finite,
     failed_sessions,
@@ -189,6 +211,7 @@ RULES: tuple[Callable[[Rows, Signal], Iterator[Finding]], ...] = (
     cut_answers,
     entropy_collapse,
     teacher_shares,
+    teacher_misleads,
 )
 
 
@@ -208,6 +231,12 @@ def _last(rows: Rows, name: str, steps: int) -> list[float]:
     """Return a metric in the last steps; nothing if there are fewer, or if it is not in all of them."""
     values = [row[name] for row in rows[-steps:] if name in row]
     return values if len(values) == steps else []
+
+
+def _rises(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Return True if the mean rises by more than two standard errors."""
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    return fmean(after) - fmean(before) > 2 * error
 
 
 def _has_risen(rows: Rows) -> bool:

@@ -13,6 +13,7 @@ from practicum.errors import StoreError
 
 plain_tags = attrgetter(*(field.name for field in fields(Tags)))
 """The values of a Tags in the order of its fields: plain tuples pickle several times faster."""
+_KEY_FIELDS = len(Key._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,10 @@ class BatchRef:
             raise StoreError(f"{twice} is in the batch more than once")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Batches travel with every call between processes.
-        return _rebuilt, (self.partition, plain_keys(self.keys), [plain_tags(tags) for tags in self.tags])
+        # Batches travel with every call between processes: a value that all rows share is sent once.
+        rows = [(*key, *plain_tags(tags)) for key, tags in self]
+        columns = zip(*rows, strict=True)
+        return _rebuilt, (self.partition, len(rows), [_shared(column) for column in columns])
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -75,8 +78,15 @@ def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
     return [tuple(key) for key in keys]
 
 
-def _rebuilt(partition: str, keys: list[Any], tags: list[Any]) -> BatchRef:
-    return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*values) for values in tags))
+def _shared(column: tuple[Any, ...]) -> list[Any]:
+    return [column[0]] if all(value is column[0] for value in column) else list(column)
+
+
+def _rebuilt(partition: str, rows: int, columns: list[list[Any]]) -> BatchRef:
+    whole = [column * rows if len(column) == 1 else column for column in columns]
+    values = list(zip(*whole, strict=True))
+    keys, tags = ((row[:_KEY_FIELDS] for row in values), (row[_KEY_FIELDS:] for row in values))
+    return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*row) for row in tags))
 
 
 @dataclass(frozen=True, slots=True)

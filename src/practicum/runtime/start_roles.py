@@ -107,17 +107,20 @@ class Roles(Protocol):
     def close(self) -> None: ...
 
 
-def start_roles(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> Roles:
+def start_roles(
+    recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None, folder: Path | None = None
+) -> Roles:
     """Start all roles in the runtime that the recipe names; if that fails, nothing stays behind.
 
-    With `record`, whoever holds rows that are recorded writes them there.
+    With `record`, whoever holds rows that are recorded writes them there. `folder` is the run's, which every
+    host must see.
     """
     if recipe.runtime.kind == "local":
         return start_local(recipe, plan, watch, record)
     set_environment(recipe.runtime)
     from practicum.runtime.ray.start_ray import start_ray
 
-    return start_ray(recipe, plan, watch, record)
+    return start_ray(recipe, plan, watch, record, folder)
 
 
 def loading(recipe: Recipe) -> str:

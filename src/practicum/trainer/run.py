@@ -132,7 +132,7 @@ class Trainer:
         view.starting(f"continuing from {self.checkpoint.name}" if self.checkpoint else loading(recipe))
         # After all that may fail: whoever it starts is stopped by `close` alone.
         record = folder.record_place(recipe.recorded_groups)
-        self.roles: Roles = start_roles(recipe, self.plan, self.watch, record)
+        self.roles: Roles = start_roles(recipe, self.plan, self.watch, record, folder.path)
         recorder = None if record is None else Recorder(replace(record, role="controller"))
         self.samples = StepSamples(self.roles)
         options = {"on_stage": view.stage, "on_wait": self._note_wait}

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.reward_scorer import judge_room
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.cluster import Cluster
+from practicum.runtime.ray.hosts import check_hosts
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
 from practicum.runtime.ray.ray_rollout import ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
@@ -34,12 +36,15 @@ CONCURRENT = {"rollout": 1000, "reward": 16, "teachers": 64}
 """Calls that one worker may have in flight."""
 
 
-def start_ray(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> RayRoles:
+def start_ray(
+    recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None, folder: Path | None = None
+) -> RayRoles:
     """Start everyone who takes part as actors; if that fails, nothing stays behind."""
     runtime = recipe.runtime
     with ExitStack() as undo:
         cluster = Cluster.open(recipe, plan)
         undo.callback(cluster.close)
+        check_hosts(recipe, folder)
         if runtime.store == "ray":
             handle = start_ray_store(START_S)
         else:

@@ -42,6 +42,7 @@ from practicum.roles.teachers import TeacherRole, read_copy
 from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.actor_calls import ask_async
+from practicum.runtime.ray.hosts import interface_of
 from practicum.runtime.ray.init_ray import enter_folder
 from practicum.runtime.ray.weight_transport import Manifest, publish, receive
 from practicum.sessions.chat import make_encoder
@@ -176,6 +177,8 @@ class TrainWorker(Worker):
         whole = world == 1 or any(t.model is None and t.url is None for t in colocated.values())
         model = load_model(recipe.model, recipe.seed, rank=None if whole else rank)
         if world > 1:
+            if name := interface_of(ray.util.get_node_ip_address()):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             timeout_s, device = recipe.runtime.stage_s, pick_device(recipe.model.device).type
             self.parallel = Parallel.join(rank, world, *meeting, timeout_s, device)
         teachers = None

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from tempfile import TemporaryFile
@@ -105,7 +106,7 @@ class PythonRunner:
         """Kill the running programs, from any thread. Their calls and later ones raise EngineError."""
         self._closed = True
         for process in tuple(self._running):
-            process.kill()
+            _kill(process)
 
     async def _run(self, source: int, stdout: int, stderr: int) -> tuple[int, bool]:
         """Run a program between open files: its return code, and True if it was killed at its time limit.
@@ -115,9 +116,8 @@ class PythonRunner:
         command, environment = _command(self.limits), _environment()
         try:
             # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
-            process = subprocess.Popen(
-                command, stdin=source, stdout=stdout, stderr=stderr, cwd="/", env=environment
-            )
+            files: Any = {"stdin": source, "stdout": stdout, "stderr": stderr}
+            process = subprocess.Popen(command, **files, cwd="/", env=environment, start_new_session=True)
         except OSError as error:
             raise EngineError(f"the Python tool did not start: {error}") from error
         self._running.add(process)
@@ -125,7 +125,7 @@ class PythonRunner:
         try:
             done, _ = await asyncio.wait({ended}, timeout=0 if self._closed else self.limits.seconds)
         finally:
-            process.kill()  # and with bubblewrap every process inside
+            _kill(process)
             self._running.discard(process)
             await asyncio.wait({ended}, timeout=_GRACE_S)
         if self._closed:
@@ -148,6 +148,16 @@ class PythonRunner:
         if code == 1 and error.startswith("MemoryError"):
             return f"the program needed more than {self.limits.memory_mb} MB of memory."
         return (code == 1 and error) or f"the program ended with exit code {code}."
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill bubblewrap and with it every process inside.
+
+    Its first child is in the same group until it has arranged to die with its parent.
+    """
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _error_line(stderr: bytes) -> str:

@@ -1,0 +1,1 @@
+"""A cluster of several hosts on one machine, made of Linux namespaces."""

@@ -1,0 +1,58 @@
+"""A Ray cluster over the hosts of `network.py`: a head, where the controller runs, and nodes that join it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster import ENV
+from tests.hosts.network import Host, Network
+
+START_S = 120.0
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""The tests of one host set this variable to keep Ray on 127.0.0.1."""
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+HOST_ENV = {
+    **{name: value for name, value in (os.environ | ENV).items() if name != LOOPBACK},
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("src", ".")),
+}
+
+
+class RayHosts(Network):
+    """Hosts with Ray nodes. The first one is the head; `cpus` has each host's logical CPUs."""
+
+    def __init__(self, cpus: Mapping[str, int], shared: Sequence[Path] = ()) -> None:
+        super().__init__(list(cpus), shared)
+        try:
+            self.cpus = dict(cpus)
+            self.head = self[next(iter(cpus))]
+            self.address = f"{self.head.address}:6379"
+            for name in cpus:
+                self.start_ray(self[name])
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def start_ray(self, host: Host) -> None:
+        """Start Ray's processes on a host, and wait until they run."""
+        head = ["--head", "--port=6379", "--include-dashboard=false"]
+        role = head if host is self.head else [f"--address={self.address}"]
+        options = [f"--node-ip-address={host.address}", f"--num-cpus={self.cpus[host.name]}"]
+        store = ["--object-store-memory=300000000", "--disable-usage-stats"]
+        done = host.run([*RAY, "start", *role, *options, *store], START_S, env=HOST_ENV)
+        if done.returncode:
+            raise OSError(f"Ray does not start on {host.name}: {done.stdout[-2000:]}")
+
+    def practicum(self, *arguments: str, timeout: float, host: Host | None = None, cwd: Path) -> str:
+        """Run a practicum command on the head (or another host) and return its output; raise if it fails."""
+        command = [sys.executable, "-m", "practicum", *arguments]
+        done = (host or self.head).run(command, timeout, env=HOST_ENV, cwd=cwd)
+        if done.returncode:
+            raise OSError(f"`practicum {' '.join(arguments)}` failed:\n{done.stdout[-4000:]}")
+        return done.stdout
