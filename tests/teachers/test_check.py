@@ -211,7 +211,7 @@ def test_teachers_are_described(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     url = {"url": "http://x/v1", "model": "big"}
     teachers = {"a": {"model": folder}, "b": {"student": {}}, "c": url, "d": url | {"tokenizer": folder}}
-    route = {"to": {"sort": dict.fromkeys("abcd", 1.0)}}
+    route = {"map": {"sort": dict.fromkeys("abcd", 1.0)}}
     assert check(recipe(SORT, teachers, route=route)) == [
         f"teacher a: Qwen3ForCausalLM, context 64, same vocabulary ({tokens} tokens)",
         "teacher b: a copy of the student, from its start",
@@ -257,7 +257,7 @@ def test_a_teachers_context_is_held_against_its_own_prompts_only(tmp_path: Path)
     }
     teachers = {"short": {"model": folder}, "long": {"student": {}}}
     assert len(check(recipe(tasks, teachers), longest_prompt=500)) == 2
-    swapped = {"to": {"short": "long", "long": "short"}}
+    swapped = {"map": {"short": "long", "long": "short"}}
     found = problems(lambda: check(recipe(tasks, teachers, route=swapped), longest_prompt=500))
     assert set(found) == {"teachers.short.context"}
 

@@ -15,7 +15,7 @@ from practicum.user_code import encodable
 
 
 class UnfitRow(DataError):
-    """A row without what route.by or a teacher's before names; `fault` is what it has instead."""
+    """A row without what route.by or a teacher's prompt_prefix names; `fault` is what it has instead."""
 
     def __init__(self, prompt: Prompt, fault: str, reader: str) -> None:
         self.fault = fault
