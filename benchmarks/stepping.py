@@ -24,7 +24,7 @@ METRICS = {
     "mean_reward": "reward/mean",
     "idle_share": "train/idle_tokens",
     "distill_loss": "train/distill_loss",
-    "hidden": "teachers/hidden",
+    "hidden": "teachers/overlap_fraction",
     "padding_rows": "padding/rows",
     "gradient": "train/grad_norm",
 }
@@ -83,13 +83,13 @@ def make_recipe(
     lr: float,
     threads: int,
     reward: str = "checker",
-    minibatch_rows: int | None = None,
+    minibatch_size: int | None = None,
 ) -> Recipe:
     """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
     common = _common(name, prompts, samples, max_new_tokens, lr, threads)
     written: dict[str, Any] = {
         **common,
-        "train": {**common["train"], "minibatch_rows": minibatch_rows},
+        "train": {**common["train"], "minibatch_size": minibatch_size},
         "tasks": {"sort": _sorting(digits)},
         "reward": {"functions": [{"use": reward, "batch": reward != "checker"}]},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},

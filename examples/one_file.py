@@ -54,7 +54,7 @@ check = TASKS["copy"].check
 
 # 2. The model: random weights and a character tokenizer, made on the spot.
 make = MakeModel(hidden=96, layers=3, heads=4, head_dim=24, context=CONTEXT)
-spec = Model(make=make, device="cpu")
+spec = Model(random_init=make, device="cpu")
 tokenizer = load_tokenizer(spec)
 model = load_model(spec, SEED)
 stop = stop_ids(model.generation_config, tokenizer)

@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
     "seed": 3,
     "model": {"path": "supervised/export"},
     "tasks": TASKS,
-    "rollout": {"samples": 4, "max_new_tokens": 6, "slots": 16},
+    "rollout": {"samples": 4, "max_new_tokens": 6, "max_num_seqs": 16},
     "train": {"steps": 3, "prompts": 6, "minibatches": 2, "lr": 1e-3},
     "eval": {"rows": 8},
     "runtime": {"threads": 1},
@@ -55,13 +55,13 @@ TOTAL = {"total": {"kind": "total", "chat": True, "options": {"numbers": [3, 3],
 AGENT = {
     "tasks": TOTAL,
     "agent": {
-        "loop": "compress", "tools": ["calculator"], "calls": "plain", "turns": 4, "compress_at": 44,
-        "message": "what is left?",
+        "loop": "compress", "tools": ["calculator"], "tool_call_format": "plain", "turns": 4,
+        "compress_at": 44, "message": "what is left?",
     },
 }  # fmt: skip
 
 RUNS: dict[str, dict[str, Any]] = {
-    "supervised": {**SUPERVISED, "model": {"make": SMALL}},
+    "supervised": {**SUPERVISED, "model": {"random_init": SMALL}},
     "grpo": {"algorithm": {"entropy": 0.01, "kl": {"place": "loss"}}},
     "ppo": {
         "algorithm": {"advantage": "gae", "lam": 0.95},
@@ -97,15 +97,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "teachers": {"a": {"adapter": "lora"}},
         "distill": {"signal": "full"},
     },
-    "chat": {**SUPERVISED, **AGENT, "model": {"make": SMALL}},
+    "chat": {**SUPERVISED, **AGENT, "model": {"random_init": SMALL}},
     "agent": {**AGENT, "model": {"path": "chat/export"}, "algorithm": {"entropy": 0.05}},
     "moe": {
-        "model": {"make": {"family": "qwen3_moe", "experts": 4, **SMALL}},
+        "model": {"random_init": {"family": "qwen3_moe", "experts": 4, **SMALL}},
         "tasks": {"copy": TASKS["copy"]},
         "algorithm": {"entropy": 0.05},
     },
     "vision": {
-        "model": {"make": {"family": "qwen2_5_vl", **SMALL}},
+        "model": {"random_init": {"family": "qwen2_5_vl", **SMALL}},
         "tasks": PICTURES,
         "algorithm": {"entropy": 0.05},
     },

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from practicum import __version__
 from practicum.cli import app
 
-RECIPE = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\n"
+RECIPE = "name: run\nmodel: {random_init: {}}\ntasks: {sort: {kind: sort}}\n"
 HEAVY = ("torch", "transformers", "numpy", "ray", "vllm")
 
 # Runs the command in this interpreter and reports on stderr which heavy modules it brought in.

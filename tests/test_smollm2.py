@@ -37,7 +37,7 @@ def script() -> ModuleType:
 
 def tiny(layers: int = 4) -> tuple[Any, Any]:
     make = MakeModel(family="llama", hidden=32, layers=layers, heads=2, head_dim=16, context=512)
-    spec = Model(make=make, device="cpu")
+    spec = Model(random_init=make, device="cpu")
     return load_model(spec, seed=0), load_tokenizer(spec)
 
 

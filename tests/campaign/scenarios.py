@@ -80,9 +80,10 @@ def _recipe(rollout: dict[str, Any] | None = None, **sections: Any) -> dict[str,
     plain: dict[str, Any] = {
         "name": "campaign",
         "seed": 3,
-        "model": {"make": dict(MAKE)},
+        "model": {"random_init": dict(MAKE)},
         "tasks": {name: dict(task) for name, task in TASKS.items()},
-        "rollout": {"samples": 3, "max_new_tokens": 4, "slots": 16, "deadline_s": 90} | (rollout or {}),
+        "rollout": {"samples": 3, "max_new_tokens": 4, "max_num_seqs": 16, "deadline_s": 90}
+        | (rollout or {}),
         "train": {"steps": STEPS, "prompts": 4, "lr": 1e-3},
         "reward": {"functions": [{"use": "tests.campaign.parts:by_letters"}]},
         "eval": {"rows": 2, "every": 4},
@@ -102,7 +103,7 @@ def _teachers(models: Path, server: str, place: Any = "own") -> dict[str, Any]:
     to = {"copy": {"small": 0.5, "wide": 0.5}, "compare": {"wide": 0.5, "served": 0.5}}
     return {
         "teachers": {"small": small, "wide": wide, "served": served},
-        "route": {"by": "task", "to": to},
+        "route": {"by": "task", "map": to},
         "distill": {"top_k": 4},
     }
 

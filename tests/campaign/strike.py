@@ -23,7 +23,9 @@ from tests.campaign.scenarios import STEPS, Scenario, Victim
 BOUND_S = 900.0
 """In which a disturbed run must continue or end: several times its longest deadline."""
 FIND_S = 20.0
-_TIMED = re.compile(r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|cluster/.*")
+_TIMED = re.compile(
+    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|cluster/.*"
+)
 """Metrics that the clock or a death makes."""
 GONE_S = 30.0
 """Seconds in which processes and shared memory of a run that has ended must be gone."""

@@ -20,9 +20,9 @@ BASE: dict[str, Any] = {"name": "r", "model": {"path": "m"}, "tasks": {"sort": {
 SUPERVISED = {"algorithm": {"loss": "supervised", "advantage": "none"}}
 REMAX = {"algorithm": {"advantage": "remax"}}
 PPO = {"algorithm": {"advantage": "gae"}, "critic": {}}
-TAUGHT = {"teachers": {"t": {"model": "t"}}, "distill": {}, "reward": {"weight": 0.0, "watch": True}}
+TAUGHT = {"teachers": {"t": {"model": "t"}}, "distill": {}, "reward": {"weight": 0.0, "log_only": True}}
 HEALTHY = {
-    "groups/flat": 0.25,
+    "groups/zero_variance": 0.25,
     "train/grad_norm": 1.5,
     "rollout/truncated": 0.25,
     "reward/mean": 0.25,
@@ -37,7 +37,7 @@ def told(sections: dict[str, Any], rows: Iterable[dict[str, float]]) -> list[tup
 
 
 def test_groups_without_a_difference_are_said_once_after_several_steps():
-    row = HEALTHY | {"groups/flat": 1.0, "train/grad_norm": 0.0, "reward/mean": 0.0}
+    row = HEALTHY | {"groups/zero_variance": 1.0, "train/grad_norm": 0.0, "reward/mean": 0.0}
     ((step, text),) = told({}, [row] * 20)
     assert step == SEVERAL
     assert "all answers to a prompt had the same reward (mean 0)" in text
@@ -45,12 +45,17 @@ def test_groups_without_a_difference_are_said_once_after_several_steps():
 
 
 def test_one_step_with_a_difference_begins_the_count_again():
-    flat = HEALTHY | {"groups/flat": 1.0}
+    flat = HEALTHY | {"groups/zero_variance": 1.0}
     assert not told({}, ([flat] * (SEVERAL - 1) + [HEALTHY]) * 3)
 
 
 def test_a_task_that_was_learnt_to_the_end_is_no_alarm():
-    solved = {"groups/flat": 1.0, "train/grad_norm": 0.0, "rollout/truncated": 0.0, "reward/mean": 1.0}
+    solved = {
+        "groups/zero_variance": 1.0,
+        "train/grad_norm": 0.0,
+        "rollout/truncated": 0.0,
+        "reward/mean": 1.0,
+    }
     assert not told({}, [HEALTHY] * 3 + [solved] * 20)
     assert told({}, [HEALTHY] * 3 + [solved | {"reward/mean": 0.0}] * 20), "a collapse is one"
 
@@ -68,7 +73,7 @@ def test_a_gradient_of_zero_names_what_to_look_at(sections: dict[str, Any], word
 
 
 def test_a_reward_that_never_changes_is_said_after_many_steps():
-    constant = HEALTHY | {"groups/flat": 1.0, "reward/mean": 0.5}
+    constant = HEALTHY | {"groups/zero_variance": 1.0, "reward/mean": 0.5}
     ((step, text),) = told(PPO, [constant | {"reward/std": 0.0}] * 20)
     assert step == MANY
     assert "every answer of the last 10 steps had the reward 0.5" in text
@@ -86,7 +91,9 @@ def test_answers_that_are_cut_off_name_the_key():
 
 
 def test_evaluations_and_steps_of_the_critic_alone_are_no_steps_here():
-    rows = [{"eval/greedy": 0.0}, {"critic/loss": 1.0}, HEALTHY | {"groups/flat": 1.0}] * (SEVERAL - 1)
+    rows = [{"eval/greedy": 0.0}, {"critic/loss": 1.0}, HEALTHY | {"groups/zero_variance": 1.0}] * (
+        SEVERAL - 1
+    )
     assert not told({}, rows)
 
 
@@ -96,7 +103,7 @@ def test_a_run_that_learns_slowly_is_no_alarm(sections: dict[str, Any]):
 
 
 def test_rewards_that_are_only_watched_are_not_waited_for():
-    constant = HEALTHY | {"groups/flat": 1.0, "reward/mean": 0.0, "reward/std": 0.0}
+    constant = HEALTHY | {"groups/zero_variance": 1.0, "reward/mean": 0.0, "reward/std": 0.0}
     assert not told(TAUGHT, [constant] * 20)
 
 
@@ -115,7 +122,7 @@ def test_failures_a_fallen_entropy_and_a_teacher_far_from_its_target_are_said():
 
 HOPELESS = {
     "reward": {"functions": [{"use": "tests.trainer.rewards:nothing"}]},
-    "rollout": {"samples": 2, "max_new_tokens": 2, "slots": 16},
+    "rollout": {"samples": 2, "max_new_tokens": 2, "max_num_seqs": 16},
     "train": {"steps": SEVERAL, "prompts": 4},
     "eval": {"rows": 1},
     "expected": {"metric": "eval/greedy", "at_least": 0.5},
@@ -126,7 +133,11 @@ def test_a_run_that_learns_nothing_says_so_on_screen_in_the_log_and_at_its_end(t
     tiny(tmp_path, **HOPELESS)
     run = tmp_path / "run"
     shown = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.yaml"), "--out", str(run)]).stdout
-    signs = ("random weights (model.make)", "all answers to a prompt had the same reward", "were cut off at")
+    signs = (
+        "random weights (model.random_init)",
+        "all answers to a prompt had the same reward",
+        "were cut off at",
+    )
     log = (run / "log.txt").read_text()
     for sign in signs:
         assert log.count(sign) == 1

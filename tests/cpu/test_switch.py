@@ -45,7 +45,7 @@ def test_a_run_works_without_kernels(tmp_path: Path, family: str, monkeypatch: p
     runs = []
     for name in ("on", "off"):
         monkeypatch.setattr(switch, "ENABLED", name == "on")
-        recipe = tiny_recipe(tmp_path, f"model.make.family={family}")
+        recipe = tiny_recipe(tmp_path, f"model.random_init.family={family}")
         train_loaded(recipe, tmp_path / name)
         runs.append(metrics_of(tmp_path / name))
     assert len(runs[0]) == len(runs[1])

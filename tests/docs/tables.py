@@ -114,7 +114,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"algorithm": {"kl": {"place": "loss"}}, "train": {"minibatches": 2}},
     {
         "teachers": {"t": {"model": "t"}},
-        "distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"},
+        "distill": {"divergence": "k1", "signal": "sampled", "apply_as": "advantage"},
         "algorithm": {"old_logprobs": "rollout"},
         "train": {"minibatches": 2},
     },
@@ -159,7 +159,7 @@ def stages_table() -> str:
 
 
 def _variants() -> list[Recipe]:
-    plain = {"name": "any", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
+    plain = {"name": "any", "model": {"random_init": {}}, "tasks": {"sort": {"kind": "sort"}}}
     return [Recipe.model_validate({**plain, **variant}) for variant in _VARIANTS]
 
 

@@ -21,7 +21,7 @@ TRAINING = ("train", "eval")
 NEEDS_A_RUN = (*TRAINING, "export", "merge", "serve", "view", "diff", "replay")
 FEW = {
     "train": "train.steps=3 train.warmup_steps=0 train.prompts=4 rollout.samples=2 rollout.max_new_tokens=6 "
-    "eval.rows=4 runtime.threads=1 refills=0 train.minibatch_rows=null",
+    "eval.rows=4 runtime.threads=1 refills=0 train.minibatch_size=null",
     "eval": "eval.rows=4 runtime.threads=1",
 }
 """What makes a run short; the learning is not what these tests are about."""

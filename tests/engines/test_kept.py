@@ -335,10 +335,10 @@ def test_a_policy_says_whether_turns_are_kept(keep: bool):
 def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(loop: str, kept: bool):
     sections = {
         "name": "t",
-        "model": {"make": {"hidden": 32, "layers": 2, "head_dim": 8}},
+        "model": {"random_init": {"hidden": 32, "layers": 2, "head_dim": 8}},
         "tasks": {"sort": {"kind": "sort"}},
         "agent": {"loop": loop},
-        "rollout": {"slots": 8},
+        "rollout": {"max_num_seqs": 8},
         "runtime": {"threads": 1},
     }
     recipe = Recipe.model_validate(sections)

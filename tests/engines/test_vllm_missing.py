@@ -35,7 +35,7 @@ def test_without_vllm_its_engine_says_what_to_install_and_no_process_stays(tmp_p
     ],
 )
 def test_a_recipe_that_needs_it_is_refused_before_anything_is_loaded(section: dict[str, Any], key: str):
-    base = {"name": "run", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
+    base = {"name": "run", "model": {"random_init": {}}, "tasks": {"sort": {"kind": "sort"}}}
     words = rf"{key}\.engine: vllm needs an extra: pip install 'practicum\[vllm\]'"
     with pytest.raises(MissingExtraError, match=words):
         check_without_models(Recipe.model_validate(base | section))

@@ -34,7 +34,7 @@ PROMPT = 40.0
 def recipe(**more: Any) -> Recipe:
     written = {
         "name": "run",
-        "model": {"make": {}},
+        "model": {"random_init": {}},
         "tasks": {"sort": {"kind": "sort"}},
         "runtime": {"kind": "ray", "threads": 1},
     }
@@ -59,7 +59,7 @@ def local(**more: Any) -> Recipe:
 
 def made(family: str = "qwen3", **more: Any) -> Model:
     make = {"family": family, "hidden": 128, "layers": 3, "heads": 4, "head_dim": 32}
-    return Model(make=MakeModel.model_validate(make | more), device="cpu")
+    return Model(random_init=MakeModel.model_validate(make | more), device="cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,8 +111,8 @@ def test_kv_memory_is_what_the_engine_takes(context: int, answer: int):
     """All sessions at once, each as long as it may be; prompts of 40 tokens."""
     spec = made(context=8192)
     wanted = recipe(
-        model={"make": spec.make},
-        rollout={"slots": 5, "context": context, "max_new_tokens": answer, "samples": 1},
+        model={"random_init": spec.random_init},
+        rollout={"max_num_seqs": 5, "context": context, "max_new_tokens": answer, "samples": 1},
         train={"prompts": 5},
     )
     engine = TorchEngine(load_model(spec, 0), slots=5, context=context)
@@ -131,8 +131,10 @@ def test_kv_memory_is_what_the_engine_takes(context: int, answer: int):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_are_what_the_engine_takes(dtype: Any):
     make = MakeModel(family="qwen3_5", hidden=32, layers=4, heads=2, context=64)
-    spec = Model(make=make, dtype=dtype)
-    told = predict(recipe(model={"make": make, "dtype": dtype}, rollout={"slots": 5, "context": 64})).setup
+    spec = Model(random_init=make, dtype=dtype)
+    told = predict(
+        recipe(model={"random_init": make, "dtype": dtype}, rollout={"max_num_seqs": 5, "context": 64})
+    ).setup
     engine = TorchEngine(load_model(spec, 0), slots=5, context=64)
     memory = engine.scheduler.memory
     assert memory is not None
@@ -143,7 +145,7 @@ def test_states_are_what_the_engine_takes(dtype: Any):
 
 
 def test_a_device_that_is_too_small_is_refused_and_more_ranks_fit():
-    big: dict[str, Any] = {"model": {"make": BIG}, "rollout": {"slots": 8}}
+    big: dict[str, Any] = {"model": {"random_init": BIG}, "rollout": {"max_num_seqs": 8}}
     big["train"] = {"gradient_checkpointing": True}
     alone = predict(recipe(**big), gpus())
     (refusal,) = alone.refusals
@@ -165,7 +167,7 @@ def test_the_optimizer_s_state_is_counted_as_it_really_is(dtype: str):
         stepper.step(1e-4, {"loss": 1.0, "tokens": 1.0})
         values = [x for state in stepper.optimizer.state.values() for x in state.values()]
         real = sum({x.data_ptr(): x.nbytes for x in values if isinstance(x, torch.Tensor)}.values())
-        model = {"make": spec.make, "dtype": dtype}
+        model = {"random_init": spec.random_init, "dtype": dtype}
         (device,) = predict(local(model=model, train={"optimizer": optimizer})).memory
         told = device.parts["Adam's moments"] + device.parts.get("master weights", 0.0)
         assert told == pytest.approx(real, rel=0.05)
@@ -188,7 +190,7 @@ def test_weights_that_are_kept_for_engines_are_counted():
     whole = 4 * predict(local()).setup.models.student.parameters
     assert published(local()) == 0
     assert published(local(rollout={"lag": 2})) == 3 * whole
-    adapter = published(local(model={"make": {}, "lora": {"rank": 4}}, rollout={"lag": 2}))
+    adapter = published(local(model={"random_init": {}, "lora": {"rank": 4}}, rollout={"lag": 2}))
     assert 0 < adapter < whole
     pools = {"train": {"devices": 2}, "rollout": {"devices": 1}}
     nixl = whole if importlib.util.find_spec("nixl") else 0

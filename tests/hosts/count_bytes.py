@@ -34,7 +34,7 @@ def recipe(address: str, prompts: int, tokens: int) -> dict[str, Any]:
     model = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 512}
     return {
         "name": "bytes",
-        "model": {"make": model},
+        "model": {"random_init": model},
         "tasks": {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}},
         "rollout": {"samples": 8, "max_new_tokens": tokens, "replicas": 2},
         "train": {"steps": STEPS, "prompts": prompts, "lr": 1e-4},

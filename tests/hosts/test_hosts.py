@@ -86,7 +86,7 @@ def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(hosts: RayH
         "--no-key",
     ]
     here = {name: {"model": model} for name, model in models.items()}
-    route = {"by": "task", "to": {"copy": {"shared": 0.5, "own": 0.5}, "compare": "url"}}
+    route = {"by": "task", "map": {"copy": {"shared": 0.5, "own": 0.5}, "compare": "url"}}
     recipe = teachers_recipe(route=route, distill={"signal": "top_k"}, train=STEPS | {"prompts": 8})
     there = here | {
         "own": here["own"] | {"placement": "own"},

@@ -249,8 +249,8 @@ def reference_update(
     weights = token_weights(algorithm.aggregation, mask, session, len(names), dtype)
     total = (weights * loss).sum()
     total.backward()
-    if train.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip_norm)
+    if train.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     torch.optim.AdamW(

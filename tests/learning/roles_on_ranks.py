@@ -104,7 +104,7 @@ def make_recipe(train: dict[str, Any], loss: str, mismatch: dict[str, Any]) -> R
     return Recipe.model_validate(
         {
             "name": "t",
-            "model": {"make": {}},
+            "model": {"random_init": {}},
             "tasks": {"sort": {"kind": "sort"}},
             "algorithm": {"advantage": "gae", "loss": loss, "kl": kl, "mismatch": mismatch},
             "critic": {},

@@ -51,7 +51,7 @@ from .test_update import LOSSES, algorithm
 from .test_vision import seeing, vision_batch
 from .updates import assert_same, learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
+TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 IDS = torch.arange(12).unsqueeze(0) % 19
 
 
@@ -276,7 +276,7 @@ def test_the_first_step_is_as_long_at_every_rank():
     for rank in (2, 8, 32):
         model = adapted("llama", fresh=True, rank=rank, alpha=32.0)
         learner = Learner(
-            model, Train(lr=1e-4, clip_norm=None), Algorithm(loss="supervised", advantage="none")
+            model, Train(lr=1e-4, max_grad_norm=None), Algorithm(loss="supervised", advantage="none")
         )
         before = learner.scorer.logprobs(**rows_of(batch)).values
         learner.update(batch)

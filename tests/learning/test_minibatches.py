@@ -57,7 +57,7 @@ def test_steps_that_have_real_rows(cut, real, steps):
 def test_rows_that_ranks_cannot_share_evenly_are_an_error_naming_the_key():
     with pytest.raises(RecipeError) as error:
         Cut(rows=100).multiple(8)
-    assert error.value.path == "train.minibatch_rows"
+    assert error.value.path == "train.minibatch_size"
 
 
 @given(row_lists, cuts, st.booleans())

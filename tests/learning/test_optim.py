@@ -45,7 +45,7 @@ def test_gradients_are_clipped_by_their_global_norm(clip):
     def keep(metrics):
         seen.extend(p.grad.clone() for p in parameters if p.grad is not None)
 
-    stepper = OptimizerStepper(parameters, Train(clip_norm=clip))
+    stepper = OptimizerStepper(parameters, Train(max_grad_norm=clip))
     for p in parameters:
         p.grad = torch.ones_like(p)
     metrics = {"loss": 1.0, "tokens": 3.0}
@@ -63,7 +63,7 @@ def test_tiny_learning_rates_move_bfloat16_weights():
         torch.manual_seed(0)
         parameter = nn.Parameter(torch.randn(8, 8).bfloat16().to(dtype))
         first = parameter.detach().float().clone()
-        stepper = OptimizerStepper([parameter], Train(lr=1e-4, clip_norm=None, weight_decay=0.1))
+        stepper = OptimizerStepper([parameter], Train(lr=1e-4, max_grad_norm=None, weight_decay=0.1))
         for _ in range(200):
             parameter.grad = torch.ones_like(parameter)
             assert stepper.step(1e-4, {"loss": 1.0, "tokens": 3.0})

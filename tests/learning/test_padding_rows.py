@@ -24,7 +24,7 @@ from .distilled import taught
 from .reference import random_batch, tiny, with_padding
 from .updates import learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, clip_norm=0.5)
+TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 LOSSES = ("supervised", "ppo_clip", "gspo", "cispo", "dppo", "reinforce")
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 MODEL = tiny(dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_the_student_s_update_is_bit_identical_with_padding_rows(
 
 @pytest.mark.parametrize("signal", ["sampled", "top_k"])
 def test_teachers_do_not_see_padding_rows(signal):
-    distill = Distill(signal=signal, divergence="forward_kl" if signal == "top_k" else "k2", through="loss")
+    distill = Distill(signal=signal, divergence="forward_kl" if signal == "top_k" else "k2", apply_as="loss")
     teaching = DistillSettings(distill, 1.0, shares={0: 0.7, 1: 0.3})
     batch = taught(random_batch(4))
     algorithm, model = Algorithm(loss="ppo_clip"), tiny()

@@ -102,16 +102,16 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
             r"train\.optimizer",
         ),
         (
-            {"train": {"optimizer": "adamw_8bit"}, "model": {"make": {}, "dtype": "float64"}},
+            {"train": {"optimizer": "adamw_8bit"}, "model": {"random_init": {}, "dtype": "float64"}},
             r"train\.optimizer",
         ),
         (
-            {"train": {"offload": "host"}, "model": {"make": {}, "device": "cpu"}},
+            {"train": {"offload": "host"}, "model": {"random_init": {}, "device": "cpu"}},
             r"train\.offload",
         ),
     ],
 )
 def test_recipes_that_can_t_be_are_refused(sections, key):
-    recipe = {"name": "x", "model": {"make": {}}, "tasks": {"copy": {"kind": "copy"}}}
+    recipe = {"name": "x", "model": {"random_init": {}}, "tasks": {"copy": {"kind": "copy"}}}
     with pytest.raises(Exception, match=key):
         load_recipe(recipe | sections)

@@ -32,7 +32,7 @@ from .reference import VOCAB, Updated, padded_tokens, random_batch
 from .updates import assert_same, learn
 
 EXACT = 1e-9
-TRAIN = Train(lr=0.01, eps=1e-3, clip_norm=None)
+TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
 LIVE = [pair for pair in PAIRS if why_dead(*pair, "loss") is None]
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 every_pair = pytest.mark.parametrize(("divergence", "signal"), LIVE, ids=lambda name: str(name))
@@ -189,7 +189,7 @@ def test_rewards_and_teachers_add_up_with_the_weight_of_the_teachers(divergence,
 def test_where_teachers_enter_by_the_advantage_the_loss_is_the_policys_alone():
     batch = taught(random_batch(17))
     policy, _ = learn(STUDENT, batch, TRAIN, algorithm())
-    how = teaching("k1", "sampled", through="advantage", alone=False)
+    how = teaching("k1", "sampled", apply_as="advantage", alone=False)
     mine, metrics = learn(STUDENT, batch, TRAIN, algorithm(), teaching=how)
     assert_same(mine, policy, 0.0)
     assert "distill_loss" not in metrics
@@ -287,9 +287,9 @@ def test_gradients_of_the_groups_are_those_of_their_rows_in_the_loss_of_the_whol
         torch.testing.assert_close(weight, weights[name], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.01])
-def test_shares_are_those_of_the_optimizers_step_and_add_up_with_the_rest(clip_norm):
-    train = Train(lr=0.01, clip_norm=clip_norm, weight_decay=0.1)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+def test_shares_are_those_of_the_optimizers_step_and_add_up_with_the_rest(max_grad_norm):
+    train = Train(lr=0.01, max_grad_norm=max_grad_norm, weight_decay=0.1)
     how = teaching("reverse_kl", "full")
     mine = Learner(copy.deepcopy(STUDENT), train, algorithm(), teaching=how)
     mine.update(taught(random_batch(24)))
@@ -325,7 +325,7 @@ def test_shares_are_those_of_the_optimizers_step_and_add_up_with_the_rest(clip_n
     assert sum(shares) + sum(rest.values()) == pytest.approx(1.0, abs=1e-12)
     assert rest["decay"] == pytest.approx(share(decay), abs=1e-9)
     assert sum(shares) + rest["clipping"] == pytest.approx(share(asked), abs=1e-6)
-    assert (rest["clipping"] != 0) == (clip_norm is not None)
+    assert (rest["clipping"] != 0) == (max_grad_norm is not None)
     assert rest["momentum"] == pytest.approx(share(adam) - share(asked), abs=1e-6)
     for number in (0, 1):
         alone = gradient_of_group(start, how, batch, number)
@@ -335,7 +335,7 @@ def test_shares_are_those_of_the_optimizers_step_and_add_up_with_the_rest(clip_n
 
 def gradient_of_group(model, how, batch, number):
     """The gradient of a group's rows in the loss of the whole batch: others have no sampled tokens."""
-    other = Learner(copy.deepcopy(model), Train(clip_norm=None), algorithm(), teaching=how)
+    other = Learner(copy.deepcopy(model), Train(max_grad_norm=None), algorithm(), teaching=how)
     rows = zip(batch.groups, batch.response_mask.rows, strict=True)
     masks = [mask if group == number else torch.zeros_like(mask) for group, mask in rows]
     kept = sum(int(mask.sum()) for mask in masks) / int(batch.response_mask.values.sum())

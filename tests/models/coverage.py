@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
     "seed": 3,
     "tasks": {"copy": {"kind": "copy", "options": {"length": [1, 2], "letters": 3}}},
     "algorithm": {"entropy": 0.05},
-    "rollout": {"samples": 3, "max_new_tokens": 5, "slots": 8, "context": 64},
+    "rollout": {"samples": 3, "max_new_tokens": 5, "max_num_seqs": 8, "context": 64},
     "train": {"steps": 2, "prompts": 3, "lr": 1e-3},
     "runtime": {"threads": 1},
 }
@@ -52,7 +52,9 @@ class Family:
         self.sees = name == VISION
         self.trained = self.folder if name in REFUSED else self.folder / "grpo" / "export"
         if self.sees:
-            self.model: dict[str, Any] = {"make": {"family": VISION, "hidden": 32, "layers": 2, "heads": 2}}
+            self.model: dict[str, Any] = {
+                "random_init": {"family": VISION, "hidden": 32, "layers": 2, "heads": 2}
+            }
         else:
             save(name, self.folder)
             self.model = {"path": str(self.folder)}

@@ -69,7 +69,7 @@ def test_check_and_train_refuse_the_same_students_and_teachers(
 
 
 def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict[str, str], tmp_path: Path):
-    made = {"model": {"make": {"family": "qwen3_5", "hidden": 32, "layers": 2, "heads": 2}}}
+    made = {"model": {"random_init": {"family": "qwen3_5", "hidden": 32, "layers": 2, "heads": 2}}}
     vllm = {"rollout": RECIPE["rollout"] | {"engine": "vllm"}}
     student, teacher = recipe(folders["lfm2"]), recipe(folders["llama"], folders["lfm2"])
     teacher["teachers"]["t"]["engine"] = "vllm"

@@ -96,9 +96,9 @@ def test_a_saved_processor_reads_the_same(processor, tmp_path):
 
 
 def test_the_recipe_says_whether_there_is_a_processor(processor, tmp_path):
-    made = Model(make=MakeModel(family="qwen2_5_vl"))
+    made = Model(random_init=MakeModel(family="qwen2_5_vl"))
     assert load_processor(made, processor.tokenizer) is not None
-    assert load_processor(Model(make=MakeModel()), make_tokenizer()) is None
+    assert load_processor(Model(random_init=MakeModel()), make_tokenizer()) is None
     Qwen3Config().save_pretrained(tmp_path / "text")
     assert load_processor(Model(path=str(tmp_path / "text")), make_tokenizer()) is None
     Qwen2_5_VLConfig().save_pretrained(tmp_path / "vision")
@@ -121,7 +121,7 @@ def test_an_image_processor_without_a_grid_is_refused(processor, tmp_path):
 
 
 def test_a_tokenizer_without_image_tokens_is_refused():
-    spec = Model(make=MakeModel(family="qwen2_5_vl"), tokenizer="some/where")
+    spec = Model(random_init=MakeModel(family="qwen2_5_vl"), tokenizer="some/where")
     with pytest.raises(RecipeError, match=r"model\.tokenizer: .*some/where without the token <.vision"):
         load_processor(spec, make_tokenizer())
 

@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {
     "seed": 3,
     "tasks": {"copy": {"kind": "copy", "options": {"length": [1, 2]}}},
     "reward": {"functions": [{"use": "tests.trainer.rewards:by_letters"}]},
-    "rollout": {"samples": 4, "max_new_tokens": 6, "slots": 8, "stop": list(string.digits)},
+    "rollout": {"samples": 4, "max_new_tokens": 6, "max_num_seqs": 8, "stop": list(string.digits)},
     "train": {"steps": 2, "prompts": 2, "lr": 1e-2},
     "runtime": {"threads": 1},
 }
@@ -43,8 +43,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "adapter": {"model": {"lora": {"rank": 4}}},
     "half": {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}},
     "ahead": {"rollout": BASE["rollout"] | {"lag": 1}, "train": BASE["train"] | {"steps": 3}},
-    "padded": {"train": BASE["train"] | {"minibatch_rows": 3}},
-    "gpt2": {"model": {"make": {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "context": 64}}},
+    "padded": {"train": BASE["train"] | {"minibatch_size": 3}},
+    "gpt2": {
+        "model": {"random_init": {"family": "gpt2", "hidden": 32, "layers": 2, "heads": 2, "context": 64}}
+    },
     "late": {"rollout": BASE["rollout"] | {"deadline_s": 1.0}},
     "taught": {"distill": {"divergence": "reverse_kl", "signal": "top_k", "top_k": 8}},
 }

@@ -92,6 +92,6 @@ def test_a_divergence_whose_gradient_does_not_know_the_teacher(tmp_path: Path):
     than at another, whatever the teacher says."""
     taught = {"teachers": {"t": {"student": {}}}, "reward": {"weight": 0.0}}
     sampled = {"divergence": "k1", "signal": "sampled"}
-    assert tiny(tmp_path, **taught, distill=sampled | {"through": "advantage"})
+    assert tiny(tmp_path, **taught, distill=sampled | {"apply_as": "advantage"})
     with pytest.raises(RecipeErrors, match=r"distill.divergence: found k1"):
-        tiny(tmp_path, **taught, distill=sampled | {"through": "loss"})
+        tiny(tmp_path, **taught, distill=sampled | {"apply_as": "loss"})

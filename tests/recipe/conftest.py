@@ -12,7 +12,7 @@ WriteRecipe = Callable[..., Path]
 
 MINIMAL = """
 name: run
-model: {make: {}}
+model: {random_init: {}}
 tasks: {sort: {kind: sort}}
 """
 

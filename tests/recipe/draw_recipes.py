@@ -52,7 +52,7 @@ def draw_recipe(rng: random.Random) -> dict[str, Any]:
     chosen = rng.sample(list(fields), rng.choice([0, 1, 1, 2, 2, 3, 6]))
     recipe = {name: _value(fields[name].annotation, name, fields[name], rng, 0) for name in chosen}
     recipe["name"] = "fuzz"
-    recipe["model"] = {"make": _tiny_model(rng)} | ({"dtype": "float64"} if rng.random() < 0.1 else {})
+    recipe["model"] = {"random_init": _tiny_model(rng)} | ({"dtype": "float64"} if rng.random() < 0.1 else {})
     recipe["tasks"] = {
         name: rng.choice([{"kind": "copy", "options": {"length": [1, 2]}}, {"kind": "compare"}, _task(rng)])
         for name in rng.sample(["one", "two", "three"], rng.randint(1, 2))

@@ -146,7 +146,7 @@ def test_set_adds_to_mappings_takes_yaml_and_null(write: Write) -> None:
             "rollout.stop=['=', '#']",
             "critic=null",
             "algorithm.advantage=grpo",
-            "train.clip_norm=null",
+            "train.max_grad_norm=null",
             "train.lr=1e-5",
             "out=a = b",
         ],
@@ -154,7 +154,7 @@ def test_set_adds_to_mappings_takes_yaml_and_null(write: Write) -> None:
     assert recipe.tasks["more"].options == {"digits": [1, 1]}
     assert recipe.rollout.stop == ["=", "#"]
     assert recipe.critic is None
-    assert recipe.train.clip_norm is None
+    assert recipe.train.max_grad_norm is None
     assert recipe.train.lr == 1e-5
     assert recipe.out == "a = b"
 
@@ -195,11 +195,11 @@ def test_make_replaces_a_path_of_a_base_and_the_other_way_round(write: Write) ->
     model = load_recipe(write("extends: p.yaml")).recipe.model
     assert (model.path, model.tokenizer, model.dtype) == (None, None, "bfloat16")
     model = load_recipe(write(), ["model.path=some/model"]).recipe.model
-    assert (model.path, model.make) == ("some/model", None)
+    assert (model.path, model.random_init) == ("some/model", None)
 
 
 def test_both_alternatives_in_one_layer_are_a_mistake(write: Write) -> None:
-    assert "both path and make" in refused(write(), "model.path=x", "model.make.hidden=8")
+    assert "both path and make" in refused(write(), "model.path=x", "model.random_init.hidden=8")
 
 
 def test_a_tasks_file_replaces_its_kind_and_options(write: Write) -> None:
@@ -229,7 +229,7 @@ TEACHERS = """
 teachers:
   a: {model: x, placement: {own: {replicas: 2, threads: 3}}}
   b: {url: "http://host/v1", model: y, concurrency: 5}
-route: {by: task, to: {sort: {a: 0.5, b: 0.5}}}
+route: {by: task, map: {sort: {a: 0.5, b: 0.5}}}
 distill: {}
 """
 
@@ -255,11 +255,11 @@ def test_a_student_takes_the_place_of_a_model_and_the_other_way_round(write: Wri
 
 
 def test_weights_of_teachers_are_replaced_as_a_whole(write: Write) -> None:
-    overrides = ["route.to.sort={a: 1}", "tasks.add.kind=add", "route.to.add=b"]
-    assert load_recipe(write(TEACHERS), overrides).recipe.route.to == {"sort": {"a": 1.0}, "add": "b"}
+    overrides = ["route.map.sort={a: 1}", "tasks.add.kind=add", "route.map.add=b"]
+    assert load_recipe(write(TEACHERS), overrides).recipe.route.map == {"sort": {"a": 1.0}, "add": "b"}
 
 
 def test_null_drops_a_teacher_and_an_entry_of_a_route(write: Write) -> None:
-    overrides = ["teachers.b=null", "route.to.sort=null", "route.by=domain"]
+    overrides = ["teachers.b=null", "route.map.sort=null", "route.by=domain"]
     recipe = load_recipe(write(TEACHERS), overrides).recipe
-    assert (set(recipe.teachers), recipe.route.to) == ({"a"}, {})
+    assert (set(recipe.teachers), recipe.route.map) == ({"a"}, {})

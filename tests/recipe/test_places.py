@@ -17,7 +17,7 @@ from practicum.trainer.run import train_loaded
 
 ROW = '{"prompt": "ab=", "answer": "b"}\n'
 RECIPE = """name: own
-model: {make: {hidden: 32, layers: 1, context: 64}}
+model: {random_init: {hidden: 32, layers: 1, context: 64}}
 tasks: {mine: {file: rows.jsonl}}
 reward: {functions: [{use: "scores_of_mine:score"}]}
 rollout: {samples: 2, max_new_tokens: 4}
@@ -125,7 +125,7 @@ def test_models_and_loops_and_tools_are_found_too_but_not_a_servers_name(tmp_pat
         "name: own\nmodel: {path: student}\ntasks: {sort: {kind: sort}}\n"
         "teachers:\n  a: {model: teacher}\n"
         "  b: {model: teacher, url: 'http://127.0.0.1:1/v1', tokenizer: student}\n"
-        "route: {to: {sort: {a: 1, b: 1}}}\ndistill: {}\nreward: {weight: 0.0}\n"
+        "route: {map: {sort: {a: 1, b: 1}}}\ndistill: {}\nreward: {weight: 0.0}\n"
         "agent: {loop: 'scores_of_mine.py:score', tools: ['scores_of_mine:score']}\n"
     )
     recipe = load_recipe(folder / "own.yaml").recipe

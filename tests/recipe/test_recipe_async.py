@@ -10,7 +10,7 @@ from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.stage_table import make_plan, ratio_source, student_source
 
-BASE: dict[str, Any] = {"name": "run", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
+BASE: dict[str, Any] = {"name": "run", "model": {"random_init": {}}, "tasks": {"sort": {"kind": "sort"}}}
 LAG = {"rollout": {"lag": 2}}
 TEACHER = {"teachers": {"t": {"model": "t"}}, "reward": {"weight": 0.0}}
 

@@ -17,7 +17,7 @@ DISTILL = "distill: {}\n"
 
 
 def load(folder: Path, text: str) -> None:
-    base: dict[str, Any] = {"name": "run", "model": {"make": {}}, "tasks": {"sort": {"kind": "sort"}}}
+    base: dict[str, Any] = {"name": "run", "model": {"random_init": {}}, "tasks": {"sort": {"kind": "sort"}}}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(base | yaml.safe_load(text), sort_keys=False))
     load_recipe(path)
@@ -27,9 +27,9 @@ def load(folder: Path, text: str) -> None:
     ("text", "path"),
     [
         ("rollout: {vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel"),
-        (VLLM + "model: {make: {}, dtype: float64}", "model.dtype"),
-        (VLLM + "model: {make: {family: qwen2_5_vl}}", "rollout.engine"),
-        (TEACHER % "" + DISTILL + "model: {make: {family: qwen2_5_vl}}", "teachers.t.engine"),
+        (VLLM + "model: {random_init: {}, dtype: float64}", "model.dtype"),
+        (VLLM + "model: {random_init: {family: qwen2_5_vl}}", "rollout.engine"),
+        (TEACHER % "" + DISTILL + "model: {random_init: {family: qwen2_5_vl}}", "teachers.t.engine"),
         (TEACHER % "" + "distill: {signal: full}", "distill.signal"),
         (TEACHER % ", device: cpu" + DISTILL, "teachers.t.device"),
         (TEACHER % ", dtype: float64" + DISTILL, "teachers.t.dtype"),
@@ -43,13 +43,13 @@ def load(folder: Path, text: str) -> None:
         ),
         ("rollout: {engine: vllm, vllm: {options: {tensor_parallel_size: 2}}}", "rollout.vllm.options"),
         (
-            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 6}}",
+            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {random_init: {heads: 6}}",
             "rollout.vllm.tensor_parallel",
         ),
         (
             "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel: 2}}}\n"
             + DISTILL
-            + "model: {make: {heads: 6}}",
+            + "model: {random_init: {heads: 6}}",
             "teachers.t.vllm.tensor_parallel",
         ),
     ],
@@ -65,10 +65,10 @@ def test_what_an_engine_can_not_do_is_refused(tmp_path: Path, text: str, path: s
     [
         VLLM,
         "rollout: {engine: vllm, vllm: {options: {block_size: 64}}}",
-        VLLM + "model: {make: {family: qwen3_moe}}",
+        VLLM + "model: {random_init: {family: qwen3_moe}}",
         TEACHER % ", placement: {own: {replicas: 2}}" + DISTILL,
         "teachers: {t: {student: {every: 3}, engine: vllm}}\n" + DISTILL,
-        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {make: {heads: 8}}",
+        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {random_init: {heads: 8}}",
     ],
 )
 def test_what_an_engine_can_do_is_allowed(tmp_path: Path, text: str) -> None:

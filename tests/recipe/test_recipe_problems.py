@@ -30,7 +30,7 @@ def problem(path: Path, *overrides: str) -> RecipeError:
         ("num_generations=4", "num_generations", "rollout.samples?"),
         ("max_tokens=5", "max_tokens", "rollout.max_new_tokens?"),
         ("tarin.lr=1", "tarin", "train?"),
-        ("model.make.hiden=8", "model.make.hiden", "model.make.hidden?"),
+        ("model.random_init.hiden=8", "model.random_init.hiden", "model.random_init.hidden?"),
         ("tasks.sort.weigth=2", "tasks.sort.weigth", "tasks.sort.weight?"),
         ("algorithm.reference=x", "algorithm.reference", "algorithm.kl.reference?"),
         ("reward.functions=[{usee: x}]", "reward.functions[0].usee", "reward.functions[0].use?"),
@@ -73,7 +73,7 @@ def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
         ("train.lr=fast", "'fast'", "a number, greater than 0", ""),
         ("train.lr=.inf", "inf", "a number, greater than 0", ""),
         ("train.lr=.nan", "nan", "a number, greater than 0", ""),
-        ("train.clip_norm=0", "0", "a number, greater than 0, or null", ""),
+        ("train.max_grad_norm=0", "0", "a number, greater than 0, or null", ""),
         ("rollout.top_p=2", "2", "a number, greater than 0 and at most 1", ""),
         ("algorithm.lam=2", "2", "a number, at least 0 and at most 1", ""),
         ("rollout.stop=x", "'x'", "a list of text", ""),
@@ -104,7 +104,7 @@ def test_a_wrong_value_names_what_was_found_and_expected(
     write: Write, override: str, found: str, expected: str, advice: str
 ) -> None:
     # An empty mapping would merge into the file's tasks, so this recipe has none.
-    path = write() if "tasks" not in override else write("name: x\nmodel: {make: {}}", minimal=False)
+    path = write() if "tasks" not in override else write("name: x\nmodel: {random_init: {}}", minimal=False)
     error = problem(path, override)
     assert error.path.partition("[")[0] == override.partition("=")[0]
     assert error.found == f"{found} (--set)"
@@ -181,9 +181,9 @@ FORMS = "one of colocated, own, or {own: …}"
             "a mapping",
             "write {} to take the defaults; its keys are replicas, threads",
         ),
-        ("route.to.sort=3", "route.to.sort", "text, or a mapping of names to numbers", ""),
-        ("route.to.sort={a: b}", "route.to.sort.a", "a number", ""),
-        ("route.to=a", "route.to", "a mapping of names to text or mappings", ""),
+        ("route.map.sort=3", "route.map.sort", "text, or a mapping of names to numbers", ""),
+        ("route.map.sort={a: b}", "route.map.sort.a", "a number", ""),
+        ("route.map=a", "route.map", "a mapping of names to text or mappings", ""),
         (
             "teachers.math.modell=x",
             "teachers.math.modell",

@@ -78,7 +78,7 @@ def test_own_models_are_those_with_processes_here(write: Write) -> None:
               b: {model: y}
               c: {url: "http://h/v1", model: z}
             distill: {}
-            route: {to: {sort: {a: 1, b: 1, c: 1}}}
+            route: {map: {sort: {a: 1, b: 1, c: 1}}}
             reward: {models: {j: {model: m, placement: {own: {replicas: 2}}}}}
             """
         )

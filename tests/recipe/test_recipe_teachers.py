@@ -13,7 +13,7 @@ from practicum.recipe.load_recipe import load_recipe
 
 BASE: dict[str, Any] = {
     "name": "run",
-    "model": {"make": {}},
+    "model": {"random_init": {}},
     "tasks": {"sort": {"kind": "sort"}, "add": {"kind": "add", "domain": "math"}},
 }
 TWO = "teachers: {sort: {model: a}, math: {model: b}}\ndistill: {}\n"
@@ -23,7 +23,7 @@ SAMPLED = "divergence: k1, signal: sampled"
 FULL = "distill: {signal: full}"
 PRODUCT = """
 teachers: {t: {model: a, target: {t: 1.25, b: -0.25}}, b: {model: b}}
-route: {to: {sort: t, math: t}}
+route: {map: {sort: t, math: t}}
 """
 SUPERVISED = "algorithm: {loss: supervised, advantage: none}\n"
 WATCHED = "reward: {models: {m: {model: a%s}}}"
@@ -63,7 +63,7 @@ TEACHERS = [
     ("teachers: {t: {student: {}, dtype: bfloat16}}\ndistill: {}", "teachers.t.dtype"),
     ("teachers: {t: {student: {}, device: cpu}}\ndistill: {}", "teachers.t.device"),
     ("teachers: {t: {student: {}, tokenizer: a}}\ndistill: {}", "teachers.t.tokenizer"),
-    ("teachers: {t: {model: a, before: '{answer'}}\ndistill: {}", "teachers.t.before"),
+    ("teachers: {t: {model: a, prompt_prefix: '{answer'}}\ndistill: {}", "teachers.t.prompt_prefix"),
     *(
         (
             f"teachers: {{t: {{url: 'http://x', model: a, {key}}}}}\ndistill: {{}}",
@@ -89,14 +89,14 @@ ROUTES = [
     ("route: {by: task}", "route.by"),
     ("route: {measure_every: 1}", "route.measure_every"),
     (ONE + "route: {by: task}", "route.by"),
-    (ONE + "route: {to: {sort: t}}", "route.to"),
+    (ONE + "route: {map: {sort: t}}", "route.map"),
     (ONE + "route: {shares: {t: 1.0}}", "route.shares"),
-    (TWO + "route: {to: {sort: mth}}", "route.to.sort"),
-    (TWO + "route: {to: {sort: {sort: 1.0, zzz: 1.0}}}", "route.to.sort"),
-    (TWO + "route: {to: {sort: {sort: 1.0, math: 0.0}}}", "route.to.sort.math"),
-    (TWO + "route: {to: {sort: {sort: 1.0, math: -1.0}}}", "route.to.sort.math"),
-    (TWO + "route: {to: {sort: {}}}", "route.to.sort"),
-    (TWO + "route: {to: {sort: ''}}", "route.to.sort"),
+    (TWO + "route: {map: {sort: mth}}", "route.map.sort"),
+    (TWO + "route: {map: {sort: {sort: 1.0, zzz: 1.0}}}", "route.map.sort"),
+    (TWO + "route: {map: {sort: {sort: 1.0, math: 0.0}}}", "route.map.sort.math"),
+    (TWO + "route: {map: {sort: {sort: 1.0, math: -1.0}}}", "route.map.sort.math"),
+    (TWO + "route: {map: {sort: {}}}", "route.map.sort"),
+    (TWO + "route: {map: {sort: ''}}", "route.map.sort"),
     (TWO + "route: {shares: {sort: 1.0}}", "route.shares"),
     (TWO + "route: {shares: {sort: 0.5, maths: 0.5}}", "route.shares"),
     (TWO + "route: {shares: {sort: 1.0, math: 0.0}}", "route.shares.math"),
@@ -104,14 +104,17 @@ ROUTES = [
     (TWO + "route: {by: subject}", "route.by"),
     (TWO + "route: {by: tsk}", "route.by"),
     ("teachers: {sort: {model: a}, math: {model: b}, code: {model: c}}\ndistill: {}", "teachers.code"),
-    (TWO + "route: {to: {maths: math}}", "route.to.maths"),
-    (TWO + "tasks: {sort: {kind: sort}, plus: {kind: add, domain: math}, copy: {kind: copy}}", "route.to"),
+    (TWO + "route: {map: {maths: math}}", "route.map.maths"),
+    (TWO + "tasks: {sort: {kind: sort}, plus: {kind: add, domain: math}, copy: {kind: copy}}", "route.map"),
     (
         TWO + "tasks: {sort: {kind: sort}, math: {kind: add}, a: {kind: copy, domain: maths}, "
         "b: {kind: copy, domain: maths}}",
-        "route.to",
+        "route.map",
     ),
-    (TWO + "tasks: {sort: {kind: sort}, math: {kind: add}, rows: {file: x.jsonl, domain: code}}", "route.to"),
+    (
+        TWO + "tasks: {sort: {kind: sort}, math: {kind: add}, rows: {file: x.jsonl, domain: code}}",
+        "route.map",
+    ),
 ]
 
 DISTILL = [
@@ -119,26 +122,26 @@ DISTILL = [
     (ONE, "signal: sampled", "distill.divergence"),
     (ONE, "divergence: k2", "distill.divergence"),
     (ONE, "divergence: unbiased_reverse_kl, signal: full", "distill.divergence"),
-    (ONE, "divergence: unbiased_reverse_kl, through: advantage", "distill.divergence"),
+    (ONE, "divergence: unbiased_reverse_kl, apply_as: advantage", "distill.divergence"),
     (ONE + "rollout: {top_p: 0.9}\n", "divergence: unbiased_reverse_kl", "distill.divergence"),
-    (ONE, "through: advantage", "distill.divergence"),
+    (ONE, "apply_as: advantage", "distill.divergence"),
     (ONE, "signal: full, top_k: 8", "distill.top_k"),
-    (ONE, f"{SAMPLED}, through: reward, temperature: 0.5", "distill.temperature"),
+    (ONE, f"{SAMPLED}, apply_as: reward, temperature: 0.5", "distill.temperature"),
     (URL, "signal: full", "distill.signal"),
     (URL, "temperature: 0.5", "distill.temperature"),
     (URL + "rollout: {temperature: 0.5}\n", "", "rollout.temperature"),
-    (URL + "rollout: {temperature: 0.5}\n", f"{SAMPLED}, through: advantage", "rollout.temperature"),
+    (URL + "rollout: {temperature: 0.5}\n", f"{SAMPLED}, apply_as: advantage", "rollout.temperature"),
 ]
 
 OFF = "teachers: {t: {model: a}}\nreward: {weight: 0.0}\n"
 LOSS = f"{OFF}distill: {{}}\n"
-ADVANTAGE = f"{OFF}distill: {{{SAMPLED}, through: advantage}}\n"
-REWARD = f"{OFF}distill: {{{SAMPLED}, through: reward}}\n"
+ADVANTAGE = f"{OFF}distill: {{{SAMPLED}, apply_as: advantage}}\n"
+REWARD = f"{OFF}distill: {{{SAMPLED}, apply_as: reward}}\n"
 REWARDS = [
     ("reward: {weight: 0.0}", "reward.weight"),
     (SUPERVISED + "reward: {weight: 0.5}", "reward.weight"),
-    (SUPERVISED + "reward: {watch: true}", "reward.watch"),
-    ("reward: {watch: true}", "reward.watch"),
+    (SUPERVISED + "reward: {log_only: true}", "reward.log_only"),
+    ("reward: {log_only: true}", "reward.log_only"),
     (LOSS + "algorithm: {advantage: rloo}", "algorithm.advantage"),
     (LOSS + "algorithm: {advantage: none}", "algorithm.advantage"),
     (LOSS + "algorithm: {loss: cispo}", "algorithm.loss"),
@@ -175,22 +178,22 @@ ALLOWED = [
     ADVANTAGE,
     REWARD,
     URL + "distill: {temperature: 1.0}\nrollout: {temperature: 0.5}",
-    URL.replace("model: a", "model: a, before: 'Answer: {answer}', context: 64, tokenizer: b")
+    URL.replace("model: a", "model: a, prompt_prefix: 'Answer: {answer}', context: 64, tokenizer: b")
     + "distill: {}",
     "teachers: {t: {student: {}}}\ndistill: {}",
-    "teachers: {sort: {adapter: a}, math: {adapter: a, before: '{answer}'}}\ndistill: {signal: full}",
+    "teachers: {sort: {adapter: a}, math: {adapter: a, prompt_prefix: '{answer}'}}\ndistill: {signal: full}",
     "teachers: {sort: {model: a}, math: {model: a, adapter: b, dtype: bfloat16}}\ndistill: {}",
-    "teachers: {sort: {student: {}}, math: {student: {}, before: '{{}} {answer}'}}\ndistill: {}",
+    "teachers: {sort: {student: {}}, math: {student: {}, prompt_prefix: '{{}} {answer}'}}\ndistill: {}",
     ONE + "runtime: {teachers_gb: 1.0}",
     WATCHED % "" + "\nruntime: {teachers_gb: 1.0}",
-    TWO + "route: {by: task, to: {add: {math: 3.0, sort: 1.0}}}",
+    TWO + "route: {by: task, map: {add: {math: 3.0, sort: 1.0}}}",
     TWO + "route: {shares: {sort: 0.3333333, math: 0.6666667}, measure_every: 0}",
     TWO + "tasks: {rows: {file: x.jsonl}}",
-    TWO + "tasks: {rows: {file: x.jsonl}}\nroute: {by: subject, to: {algebra: math}}",
+    TWO + "tasks: {rows: {file: x.jsonl}}\nroute: {by: subject, map: {algebra: math}}",
     ONE.replace("{}", "{divergence: jsd}"),
     ONE.replace("{}", "{signal: full, temperature: 0.5}"),
     LOSS + "rollout: {samples: 1}\nalgorithm: {entropy: 0.01, kl: {place: loss}}",
-    LOSS.replace("weight: 0.0", "weight: 0.0, watch: true"),
+    LOSS.replace("weight: 0.0", "weight: 0.0, log_only: true"),
     LOSS.replace("weight: 0.0", "weight: 0.0, functions: []") + "eval: {rows: 0}",
     ADVANTAGE + "rollout: {samples: 1}\nalgorithm: {loss: cispo, clip_high: 0.3}",
     REWARD + "algorithm: {advantage: gae, lam: 0.9}\ncritic: {}",

@@ -18,14 +18,14 @@ RICH = """
 extends: base.yaml
 expected: {metric: "1e-5", at_least: 0.5}
 rollout: {stop: ["=", "off", "# no comment"]}
-train: {lr: 1e-5, clip_norm: null}
+train: {lr: 1e-5, max_grad_norm: null}
 algorithm: {advantage: gae, kl: {place: loss}}
 critic: {warmup_steps: 1}
 reward: {functions: [{use: exact}, {use: contains, weight: 0.5}]}
 teachers:
   a: {model: x, placement: {own: {replicas: 2}}}
-  b: {student: {}, placement: own, before: "{answer}\\n"}
-route: {by: task, to: {sort: {a: 0.7, b: 0.3}, more: b}, shares: {a: 0.5, b: 0.5}}
+  b: {student: {}, placement: own, prompt_prefix: "{answer}\\n"}
+route: {by: task, map: {sort: {a: 0.7, b: 0.3}, more: b}, shares: {a: 0.5, b: 0.5}}
 distill: {signal: full}
 tasks: {more: {kind: add, options: {digits: [1, 2]}, system: "be: brief", chat: true}}
 """
@@ -34,7 +34,7 @@ tasks: {more: {kind: add, options: {digits: [1, 2]}, system: "be: brief", chat: 
 def test_the_recipe_in_a_run_folder_loads_to_the_same_recipe(write: Write, tmp_path: Path) -> None:
     write("seed: 3", "base.yaml", minimal=False)
     text = RICH.replace("tasks: {", "tasks: {sort: {kind: sort}, ")
-    path = write("name: run\nmodel: {make: {}}\n" + text, minimal=False)
+    path = write("name: run\nmodel: {random_init: {}}\n" + text, minimal=False)
     recipe = load_recipe(path, ["train.steps=7"]).recipe
     folder = tmp_path / "other" / "folder"
     folder.mkdir(parents=True)

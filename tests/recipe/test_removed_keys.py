@@ -23,7 +23,7 @@ def merged(one: dict, two: dict) -> dict:
 
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_is_refused_with_advice(key: str):
-    base = {"name": "run", "model": {"make": {}}, "tasks": {"t": {"kind": "sort"}}}
+    base = {"name": "run", "model": {"random_init": {}}, "tasks": {"t": {"kind": "sort"}}}
     with pytest.raises(RecipeErrors) as found:
         load_recipe(merged(base, nested(key.split("."))))
     written = key.replace("tools.*", "tools[0]").replace("*", "t")

@@ -23,9 +23,9 @@ from practicum.trainer.run import train_loaded
 
 BASE: dict[str, Any] = {
     "name": "run",
-    "model": {"make": {"hidden": 16, "layers": 1, "heads": 2, "head_dim": 8, "context": 64}},
+    "model": {"random_init": {"hidden": 16, "layers": 1, "heads": 2, "head_dim": 8, "context": 64}},
     "tasks": {"sort": {"kind": "sort", "options": {"length": [2, 3]}}},
-    "rollout": {"samples": 2, "max_new_tokens": 4, "slots": 4},
+    "rollout": {"samples": 2, "max_new_tokens": 4, "max_num_seqs": 4},
     "train": {"steps": 1, "prompts": 2},
     "eval": {"rows": 2},
     "runtime": {"threads": 1},
@@ -43,8 +43,8 @@ RUNS: dict[str, dict[str, Any]] = {
         }
     },
     "distilled": {
-        "teachers": {"a": {"student": {}}, "b": {"student": {}, "before": "1"}},
-        "route": {"to": {"sort": {"a": 1.0, "b": 1.0}}, "measure_every": 1},
+        "teachers": {"a": {"student": {}}, "b": {"student": {}, "prompt_prefix": "1"}},
+        "route": {"map": {"sort": {"a": 1.0, "b": 1.0}}, "measure_every": 1},
         "distill": {},
         "reward": {"weight": 0.0},
         "train": {"steps": 1, "prompts": 2, "schedule": "cosine"},
@@ -52,8 +52,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "ahead": {"rollout": {"lag": 1, "max_new_tokens": 4}, "train": {"steps": 2, "prompts": 2}},
     "one teacher": {
         "teachers": {"a": {"student": {}}},
-        "distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"},
-        "reward": {"weight": 0.0, "watch": True},
+        "distill": {"divergence": "k1", "signal": "sampled", "apply_as": "advantage"},
+        "reward": {"weight": 0.0, "log_only": True},
         "eval": {"rows": 0},
     },
 }
@@ -110,7 +110,7 @@ def test_a_run_reads_every_key_that_is_not_declared_unread(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    elsewhere = {"rollout.slots"} if name == "ahead" else set()  # read in the engine's process
+    elsewhere = {"rollout.max_num_seqs"} if name == "ahead" else set()  # read in the engine's process
     assert ignored_keys(load_recipe(write(tmp_path, RUNS[name])), monkeypatch) == elsewhere
 
 
@@ -124,8 +124,8 @@ TEACHERS: list[dict[str, Any]] = [
 MORE: list[dict[str, Any]] = [
     *({"teachers": {"t": teacher}, "distill": {}} for teacher in TEACHERS),
     {"teachers": {"t": TEACHERS[1]}, "distill": {"divergence": "jsd"}, "runtime": {"teachers_gb": 1.0}},
-    {"model": {"make": {"family": "gpt2"}}},
-    {"model": {"make": {"family": "qwen3_moe"}}},
+    {"model": {"random_init": {"family": "gpt2"}}},
+    {"model": {"random_init": {"family": "qwen3_moe"}}},
     {"tasks": {"rows": {"file": "rows.jsonl", "rewards": [{"use": "my:reward"}]}}},
     {"tasks": {"rows": {"dataset": "rows", "map": "my:row"}}},
     {"tasks": {"sort": {"kind": "sort", "chat": True}}},
@@ -193,7 +193,7 @@ def test_keys_for_other_runs_of_a_recipe_are_noted(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         {
-            "model": {"make": {"family": "gpt2", "hidden": 128, "head_dim": 16}},
+            "model": {"random_init": {"family": "gpt2", "hidden": 128, "head_dim": 16}},
             "algorithm": RUNS["supervised"]["algorithm"],
             "pools": {"train": {"devices": 2}},
         },

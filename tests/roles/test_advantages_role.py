@@ -19,7 +19,7 @@ def recipe(**algorithm: object) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "t",
-            "model": {"make": {}},
+            "model": {"random_init": {}},
             "tasks": {"sort": {"kind": "sort"}},
             "rollout": {"samples": 2},
             "algorithm": algorithm,
@@ -111,7 +111,7 @@ def taught(through: str, weight: float, **algorithm: object) -> Recipe:
     given = recipe(**algorithm).model_dump()
     given["reward"]["weight"] = weight
     given["teachers"] = {"t": {"model": "x"}}
-    given["distill"] = {"divergence": "k1", "signal": "sampled", "through": through, "weight": 0.5}
+    given["distill"] = {"divergence": "k1", "signal": "sampled", "apply_as": through, "weight": 0.5}
     return Recipe.model_validate(given)
 
 

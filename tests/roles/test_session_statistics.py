@@ -56,7 +56,7 @@ def recipe(advantage: str, place: str) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "t",
-            "model": {"make": {}},
+            "model": {"random_init": {}},
             "tasks": {"sort": {"kind": "sort"}},
             "algorithm": {"advantage": advantage, "kl": kl, **steps},
             "critic": {} if advantage == "gae" else None,

@@ -36,7 +36,7 @@ from practicum.tasks.stream import make_stream
 from practicum.teachers.load_teachers import Teachers
 from practicum.trainer.sample_step import TRAIN, training_attempts
 
-ROUTE = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
+ROUTE = {"by": "task", "map": {"copy": "small", "compare": "wide"}}
 
 
 @pytest.fixture(scope="module")
@@ -300,7 +300,7 @@ def test_weights_on_disk_that_can_not_be_read_are_the_teachers_error(folders: di
 
 
 def test_what_only_the_teacher_reads_comes_before_the_prompt(folders: dict[str, str]):
-    teachers = {"small": {"model": folders["small"], "before": "it is {answer}:"}}
+    teachers = {"small": {"model": folders["small"], "prompt_prefix": "it is {answer}:"}}
     recipe = Recipe.model_validate(teachers_recipe(teachers=teachers, distill={}))
     with started(recipe) as (roles, faculty):
         batch = roll_out(recipe, roles, prompts=2)

@@ -29,7 +29,7 @@ HERE = ("runtime.cpus=4",)
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
     path = tmp_path / "run.yaml"
-    path.write_text("name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: ray\n")
+    path.write_text("name: run\nmodel: {random_init: {}}\ntasks: {sort: {kind: sort}}\nruntime: ray\n")
     return load_recipe(path, overrides).recipe
 
 

@@ -12,14 +12,14 @@ from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.runtime.ray.placement import Bundle, Needs, Node, needs, require_room
 
-MINIMAL = "name: run\nmodel: {make: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
+MINIMAL = "name: run\nmodel: {random_init: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
 SCHOOL = """
 teachers:
   big: {model: a, placement: {own: {replicas: 2, threads: 2}}, engine: vllm, vllm: {tensor_parallel: 3}}
   small: {model: b, placement: own}
   far: {url: "http://h/v1", model: c}
 distill: {}
-route: {to: {sort: {big: 1, small: 1, far: 1}}}
+route: {map: {sort: {big: 1, small: 1, far: 1}}}
 """
 
 

@@ -12,7 +12,7 @@ def asked() -> Prompt:
 
 
 def turn(calls: str, *tools: str) -> str:
-    agent = Agent.model_validate({"loop": "tool_use", "tools": list(tools), "calls": calls})
+    agent = Agent.model_validate({"loop": "tool_use", "tools": list(tools), "tool_call_format": calls})
     prompt = asked()
     assert isinstance(prompt.content, str)
     return make_demonstrator(agent, Toolbox(agent.tools))(

@@ -44,7 +44,7 @@ def run(loop: str, session: Session) -> list[str]:
 
 
 def plain(*turns: str, prompt: str = "total:1+2+3=", **more: Any) -> Session:
-    agent = {"calls": "plain", **more.pop("agent", {})}
+    agent = {"tool_call_format": "plain", **more.pop("agent", {})}
     return session_of(
         prompt, DemonstratorPolicy(says(*turns), TOKENIZER), agent=agent, toolbox=CALCULATOR, **more
     )
@@ -120,7 +120,7 @@ def test_compress_goes_on_from_a_summary_in_a_new_context(chat: bool):
     prompt = f"total:{'+'.join(map(str, numbers))}="
     example = Example(prompt, str(sum(numbers)))
     demonstrator = DemonstratorPolicy(lambda _, messages: TOTAL.demonstrate(example, messages), TOKENIZER)
-    agent = {"calls": "plain", "compress_at": 30, "message": "left?"}
+    agent = {"tool_call_format": "plain", "compress_at": 30, "message": "left?"}
     session = session_of(prompt, demonstrator, agent=agent, toolbox=CALCULATOR, chat=chat)
     first, second, _, last = run("compress", session)
     if chat:
@@ -153,7 +153,7 @@ def test_compress_never_ends_with_a_summary():
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_runs_with_a_real_engine_and_repeats(loop: str, chat: bool):
-    agent = {"calls": "plain", "compress_at": 24, "turns": 4, "message": "so?"}
+    agent = {"tool_call_format": "plain", "compress_at": 24, "turns": 4, "message": "so?"}
 
     async def sessions(policy: EnginePolicy) -> list[list[list[int]]]:
         made = [

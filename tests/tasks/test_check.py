@@ -18,7 +18,7 @@ from practicum.trainer.check_data import check_data
 
 
 def recipe(tasks: dict[str, Any], **sections: Any) -> Recipe:
-    given = {"name": "r", "model": Model(make=MakeModel()), "tasks": tasks, "train": {"prompts": 1}}
+    given = {"name": "r", "model": Model(random_init=MakeModel()), "tasks": tasks, "train": {"prompts": 1}}
     return Recipe.model_validate({**given, "eval": {"every": 0}, **sections})
 
 
@@ -28,7 +28,7 @@ def rows(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def findings(recipe: Recipe) -> list[str]:
-    sees = recipe.model.make is not None and recipe.model.make.family == "qwen2_5_vl"
+    sees = recipe.model.random_init is not None and recipe.model.random_init.family == "qwen2_5_vl"
     return check_data(recipe, make_vision_tokenizer() if sees else byte_tokenizer("chatml"), 1000).findings
 
 
@@ -120,7 +120,7 @@ def test_a_system_message_needs_chat_prompts(tmp_path):
 
 
 def seeing(tasks: dict[str, Any]) -> Recipe:
-    return recipe(tasks, model={"make": {"family": "qwen2_5_vl"}})
+    return recipe(tasks, model={"random_init": {"family": "qwen2_5_vl"}})
 
 
 def test_missing_and_unreadable_pictures_name_file_and_row(tmp_path):

@@ -56,7 +56,12 @@ def task(folder: Path, **keys: Any) -> Task:
 
 
 def checked(task: Task) -> list[str]:
-    recipe = {"name": "r", "model": Model(make=MakeModel()), "tasks": {"sums": task}, "train": {"prompts": 1}}
+    recipe = {
+        "name": "r",
+        "model": Model(random_init=MakeModel()),
+        "tasks": {"sums": task},
+        "train": {"prompts": 1},
+    }
     return check_data(Recipe.model_validate(recipe), byte_tokenizer("chatml"), 1000).findings
 
 
@@ -130,7 +135,7 @@ def test_a_dataset_of_a_recipe_is_found_beside_it(
 ):
     monkeypatch.chdir(tmp_path)
     tasks = "{s: {dataset: sums, map: 'maps_of_sums:to_row'}, f: {file: [sums/te*.jsonl], prompt: question}}"
-    (folder / "run.yaml").write_text(f"name: r\nmodel: {{make: {{}}}}\ntasks: {tasks}\n")
+    (folder / "run.yaml").write_text(f"name: r\nmodel: {{random_init: {{}}}}\ntasks: {tasks}\n")
     loaded = load_recipe(folder / "run.yaml")
     sums, files = loaded.recipe.tasks["s"], loaded.recipe.tasks["f"]
     assert (sums.dataset, sums.map) == (f"{folder}/sums", f"{folder}/maps_of_sums:to_row")

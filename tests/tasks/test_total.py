@@ -32,7 +32,9 @@ def draw(seed: int, **options: Any) -> Prompt:
 
 def play(prompt: Prompt, chat: bool, **settings: Any) -> Session:
     """The session that the agent's loop leaves when the demonstrator plays it, with a real calculator."""
-    agent = Agent.model_validate({"tools": ["calculator"], "calls": "plain", "turns": 40, **settings})
+    agent = Agent.model_validate(
+        {"tools": ["calculator"], "tool_call_format": "plain", "turns": 40, **settings}
+    )
     tokenizer = make_tokenizer()
     encoded = encode_prompt(prompt, tokenizer, chat, None)
     start = SessionStart(encoded.ids, encoded.images, encoded.messages)

@@ -29,7 +29,7 @@ SORT = {"sort": {"kind": "sort"}}
 
 
 def recipe(tasks: dict[str, Any], teachers: dict[str, Any], **sections: Any) -> Recipe:
-    data = {"name": "r", "model": {"make": {}}, "tasks": tasks, "teachers": teachers, "distill": {}}
+    data = {"name": "r", "model": {"random_init": {}}, "tasks": tasks, "teachers": teachers, "distill": {}}
     return Recipe.model_validate(data | sections)
 
 
@@ -71,7 +71,7 @@ def check(spec: Recipe, longest_prompt: int = 20, **changes: Any) -> list[str]:
 def test_rows_go_where_their_column_says(tmp_path: Path) -> None:
     file = rows(tmp_path / "a.jsonl", {"level": 1}, {"level": 2}, {"level": 2})
     teachers = {"easy": {"model": "a"}, "hard": {"model": "b"}}
-    route = {"by": "level", "to": {"1": "easy", "2": {"easy": 1.0, "hard": 3.0}}}
+    route = {"by": "level", "map": {"1": "easy", "2": {"easy": 1.0, "hard": 3.0}}}
     assert check_routes(recipe({"a": file}, teachers, route=route)) == [
         "route: level '1' → easy",
         "route: level '2' → easy 25%, hard 75%",
@@ -93,14 +93,14 @@ def test_values_without_a_teacher_are_told_with_their_rows(tmp_path: Path) -> No
     file = rows(tmp_path / "a.jsonl", {"s": "math"}, *[{"s": "maths"}] * 5, {"s": "code"})
     teachers = {"math": {"model": "a"}, "chat": {"model": "b"}}
     with pytest.raises(RecipeErrors) as caught:
-        check_routes(recipe({"a": file}, teachers, route={"by": "s", "to": {"poems": "math"}}))
+        check_routes(recipe({"a": file}, teachers, route={"by": "s", "map": {"poems": "math"}}))
     lost, code, chat, poems = caught.value.errors
-    assert lost.path == code.path == "route.to"
+    assert lost.path == code.path == "route.map"
     assert "no teacher for the s 'maths' of" in lost.found
     assert lost.found.endswith("a.jsonl, line 4 and 2 more")
     assert "did you mean math?" in lost.suggestion
     assert code.found.endswith("a.jsonl, line 7")
-    assert (chat.path, poems.path) == ("teachers.chat", "route.to.poems")
+    assert (chat.path, poems.path) == ("teachers.chat", "route.map.poems")
     assert "no prompt goes to (by s: math, maths, code)" in chat.found
 
 
@@ -125,13 +125,16 @@ def test_rows_without_the_column_are_told(tmp_path: Path) -> None:
 
 def test_what_a_teacher_reads_before_must_be_in_its_rows(tmp_path: Path) -> None:
     file = rows(tmp_path / "a.jsonl", {"hint": "h"}, {})
-    teachers = {"a": {"model": "a", "before": "{hint}"}, "sort": {"model": "b", "before": "{answer}"}}
+    teachers = {
+        "a": {"model": "a", "prompt_prefix": "{hint}"},
+        "sort": {"model": "b", "prompt_prefix": "{answer}"},
+    }
     found = problems(lambda: check_routes(recipe({"a": file} | SORT, teachers)))
-    assert set(found) == {"teachers.a.before"}
-    assert "line 2" in found["teachers.a.before"]
-    teachers = {"a": {"model": "a"}, "sort": {"model": "b", "before": "{hint}"}}
+    assert set(found) == {"teachers.a.prompt_prefix"}
+    assert "line 2" in found["teachers.a.prompt_prefix"]
+    teachers = {"a": {"model": "a"}, "sort": {"model": "b", "prompt_prefix": "{hint}"}}
     found = problems(lambda: check_routes(recipe({"a": file} | SORT, teachers)))
-    assert "task sort" in found["teachers.sort.before"]
+    assert "task sort" in found["teachers.sort.prompt_prefix"]
 
 
 def test_the_same_vocabulary_is_the_same() -> None:
@@ -208,7 +211,7 @@ def test_teachers_are_described(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     url = {"url": "http://x/v1", "model": "big"}
     teachers = {"a": {"model": folder}, "b": {"student": {}}, "c": url, "d": url | {"tokenizer": folder}}
-    route = {"to": {"sort": dict.fromkeys("abcd", 1.0)}}
+    route = {"map": {"sort": dict.fromkeys("abcd", 1.0)}}
     assert check(recipe(SORT, teachers, route=route)) == [
         f"teacher a: Qwen3ForCausalLM, context 64, same vocabulary ({tokens} tokens)",
         "teacher b: a copy of the student, from its start",
@@ -225,7 +228,7 @@ def test_all_problems_of_all_teachers_come_together(tmp_path: Path) -> None:
     models = {"other": other, "short": short, "wide": wide, "gone": str(tmp_path / "gone")}
     teachers = {name: {"model": folder} for name, folder in models.items()}
     spec = recipe(
-        SORT, teachers, route={"to": {"sort": dict.fromkeys(models, 1.0)}}, distill={"signal": "full"}
+        SORT, teachers, route={"map": {"sort": dict.fromkeys(models, 1.0)}}, distill={"signal": "full"}
     )
     found = problems(lambda: check(spec, student_vocab=len(make_tokenizer())))
     assert set(found) == {
@@ -241,7 +244,7 @@ def test_all_problems_of_all_teachers_come_together(tmp_path: Path) -> None:
 def test_what_a_teacher_reads_before_counts_against_its_context(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     file = rows(tmp_path / "a.jsonl", {"hint": "x" * 60}, {"hint": ""})
-    teacher = {"model": folder, "before": "{hint}"}
+    teacher = {"model": folder, "prompt_prefix": "{hint}"}
     found = problems(lambda: check(recipe({"a": file}, {"t": teacher})))
     assert "a prompt of 64 tokens + 10 of answer = 74" in found["teachers.t.context"]
 
@@ -254,7 +257,7 @@ def test_a_teachers_context_is_held_against_its_own_prompts_only(tmp_path: Path)
     }
     teachers = {"short": {"model": folder}, "long": {"student": {}}}
     assert len(check(recipe(tasks, teachers), longest_prompt=500)) == 2
-    swapped = {"to": {"short": "long", "long": "short"}}
+    swapped = {"map": {"short": "long", "long": "short"}}
     found = problems(lambda: check(recipe(tasks, teachers, route=swapped), longest_prompt=500))
     assert set(found) == {"teachers.short.context"}
 

@@ -160,7 +160,7 @@ def test_a_run_adds_counts_and_takes_means_of_the_rest():
         {
             "step": 2,
             "time/step": 3.0,
-            "teachers/hidden": 0.5,
+            "teachers/overlap_fraction": 0.5,
             "teacher/math/prompts": 1,
             "teacher/math/tokens": 20,
             "teacher/math/loss": 3.0,

@@ -33,9 +33,9 @@ def test_one_teacher_takes_every_prompt() -> None:
         (Route(by="task"), "sums"),
         (Route(by="level"), "3"),
         (Route(by="subject"), "algebra"),
-        (Route(by="subject", to={"algebra": "math"}), "math"),
-        (Route(to={"other": "sums"}), "math"),
-        (Route(to={"math": {"sums": 2.0}}), "sums"),
+        (Route(by="subject", map={"algebra": "math"}), "math"),
+        (Route(map={"other": "sums"}), "math"),
+        (Route(map={"math": {"sums": 2.0}}), "sums"),
     ],
 )
 def test_a_value_names_its_teacher_or_is_mapped_to_it(route: Route, teacher: str) -> None:
@@ -49,8 +49,8 @@ def test_a_drawn_teacher_depends_on_seed_and_prompt_alone(
 ) -> None:
     names = list(weights)
     random.shuffle(names)
-    written = Route(to={"math": weights})
-    shuffled = Route(to={"math": {name: weights[name] for name in names}})
+    written = Route(map={"math": weights})
+    shuffled = Route(map={"math": {name: weights[name] for name in names}})
     first = teacher_of(prompt(uid), written, NAMES, seed)
     assert first in weights
     assert teacher_of(prompt(uid, answer="8", more=1), shuffled, NAMES[::-1], seed) == first
@@ -59,7 +59,7 @@ def test_a_drawn_teacher_depends_on_seed_and_prompt_alone(
 @settings(max_examples=20)
 @given(WEIGHTS, st.integers(0, 1000))
 def test_teachers_are_drawn_as_often_as_their_weights_say(weights: dict[str, float], seed: int) -> None:
-    route, draws = Route(to={"math": weights}), 4000
+    route, draws = Route(map={"math": weights}), 4000
     counts = Counter(teacher_of(prompt(uid), route, NAMES, seed) for uid in range(draws))
     for name, weight in weights.items():
         share = weight / sum(weights.values())
@@ -67,7 +67,7 @@ def test_teachers_are_drawn_as_often_as_their_weights_say(weights: dict[str, flo
 
 
 def test_another_seed_draws_other_teachers() -> None:
-    route = Route(to={"math": {"a": 1.0, "b": 1.0}})
+    route = Route(map={"math": {"a": 1.0, "b": 1.0}})
     drawn = [[teacher_of(prompt(uid), route, NAMES, seed) for uid in range(64)] for seed in (0, 1)]
     assert drawn[0] != drawn[1]
 
@@ -75,7 +75,7 @@ def test_another_seed_draws_other_teachers() -> None:
 def test_a_value_without_a_teacher_names_prompt_value_and_teachers() -> None:
     with pytest.raises(DataError, match=r"prompt 5 \(task sums.*'math'.*the teachers are a, b, c") as caught:
         teacher_of(prompt(5), Route(), NAMES, 0)
-    assert "route.to: {math: …}" in str(caught.value)
+    assert "route.map: {math: …}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_a_row_that_can_not_be_routed_is_named(row: dict[str, Any], words: str) 
 )
 def test_before_is_filled_in_from_the_row(before: str | None, text: str) -> None:
     row = {"hint": "carry", "my level": 3}
-    assert before_text(Teacher(model="m", before=before), prompt(**row)) == text
+    assert before_text(Teacher(model="m", prompt_prefix=before), prompt(**row)) == text
 
 
 def test_filled_in_text_is_not_filled_in_again() -> None:
-    assert before_text(Teacher(model="m", before="{hint}"), prompt(hint="{answer} }")) == "{answer} }"
+    assert before_text(Teacher(model="m", prompt_prefix="{hint}"), prompt(hint="{answer} }")) == "{answer} }"
 
 
 def test_a_column_that_is_missing_is_named() -> None:
-    with pytest.raises(DataError, match=r"has no column 'hint' \(only 'other'\); before needs text"):
-        before_text(Teacher(model="m", before="{hint}"), prompt(other=1))
-    with pytest.raises(DataError, match="has the answer None; before needs text or a number"):
-        before_text(Teacher(model="m", before="{answer}"), prompt(answer=None))
+    with pytest.raises(DataError, match=r"has no column 'hint' \(only 'other'\); prompt_prefix needs text"):
+        before_text(Teacher(model="m", prompt_prefix="{hint}"), prompt(other=1))
+    with pytest.raises(DataError, match="has the answer None; prompt_prefix needs text or a number"):
+        before_text(Teacher(model="m", prompt_prefix="{answer}"), prompt(answer=None))

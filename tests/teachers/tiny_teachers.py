@@ -58,9 +58,9 @@ def teachers_recipe(**sections: Any) -> dict[str, Any]:
     return {
         "name": "school",
         "seed": 3,
-        "model": {"make": dict(MAKE)},
+        "model": {"random_init": dict(MAKE)},
         "tasks": {name: dict(task) for name, task in TASKS.items()},
-        "rollout": {"samples": 2, "max_new_tokens": 6, "slots": 16},
+        "rollout": {"samples": 2, "max_new_tokens": 6, "max_num_seqs": 16},
         "train": {"steps": 2, "prompts": 4, "lr": 1e-3},
         "reward": {"weight": 0.0},
         "eval": {"rows": 2},

@@ -11,7 +11,7 @@ TINY: dict[str, Any] = {
     "name": "tiny",
     "seed": 3,
     "model": {
-        "make": {
+        "random_init": {
             "hidden": 32,
             "layers": 2,
             "heads": 2,
@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
         "copy": {"kind": "copy", "options": {"length": [1, 2]}},
         "compare": {"kind": "compare"},
     },
-    "rollout": {"samples": 4, "max_new_tokens": 6, "slots": 16},
+    "rollout": {"samples": 4, "max_new_tokens": 6, "max_num_seqs": 16},
     "train": {"steps": 4, "prompts": 4, "lr": 1e-3},
     "eval": {"rows": 8},
     "runtime": {"threads": 1},

@@ -39,7 +39,7 @@ from .test_run import metrics_of
 NAMES = ("copy", "compare")
 COMMON: dict[str, Any] = {
     "train": {"steps": 2, "prompts": 4, "lr": 1e-2},
-    "rollout": {"samples": 2, "max_new_tokens": 6, "slots": 16},
+    "rollout": {"samples": 2, "max_new_tokens": 6, "max_num_seqs": 16},
     "reward": {"weight": 0.0},
     "eval": {"rows": 0},
     "route": {"by": "task"},
@@ -180,7 +180,7 @@ def test_a_student_with_all_weights_has_the_base_loaded_once_and_frozen(
 def test_a_model_and_adapters_on_it_are_one_that_sleeps_and_wakes(folder: Path, tmp_path: Path):
     base = str(folder / "base")
     teachers = {"copy": {"model": base, "adapter": str(folder / "copy")}, "compare": {"model": base}}
-    sections: dict[str, Any] = {"model": {"make": {"hidden": 32, "context": 64}}, "teachers": teachers}
+    sections: dict[str, Any] = {"model": {"random_init": {"hidden": 32, "context": 64}}, "teachers": teachers}
     roomy, roles = taught(recipe(folder, tmp_path, **sections))
     one, other = bases(roles)
     assert one is other
@@ -194,7 +194,7 @@ def test_a_model_and_adapters_on_it_are_one_that_sleeps_and_wakes(folder: Path, 
 def test_the_same_adapter_twice_is_loaded_once(folder: Path, tmp_path: Path):
     teachers = {
         "copy": {"adapter": str(folder / "copy")},
-        "compare": {"adapter": str(folder / "copy" / "adapter"), "before": "Careful: "},
+        "compare": {"adapter": str(folder / "copy" / "adapter"), "prompt_prefix": "Careful: "},
     }
     _, roles = taught(recipe(folder, tmp_path, teachers=teachers))
     base = bases(roles)[0]

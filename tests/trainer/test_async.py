@@ -40,9 +40,9 @@ REFILLED = REWARD | {
 }
 DECOUPLED = REWARD | {"algorithm": {"mismatch": {"weights": "token"}}, "train": TINY["train"] | {"epochs": 2}}
 TOOLS = {
-    "agent": {"loop": "tool_use", "tools": ["calculator"], "calls": "plain", "turns": 3},
+    "agent": {"loop": "tool_use", "tools": ["calculator"], "tool_call_format": "plain", "turns": 3},
     "tasks": {"total": {"kind": "total", "chat": True}},
-    "model": {"make": TINY["model"]["make"] | {"context": 192}},
+    "model": {"random_init": TINY["model"]["random_init"] | {"context": 192}},
 }
 AGENT = REWARD | {"agent": {"loop": "tests.trainer.loops:uneven"}, "algorithm": {"loss": "dppo"}}
 
@@ -97,7 +97,10 @@ def test_one_engine_that_takes_the_weights_of_all_steps_in_turn_equals_the_oracl
 def cases(folder: Path) -> dict[str, dict[str, Any]]:
     """What may be combined with a lag."""
     teacher = save_teacher(folder / "teacher", seed=1)
-    taught: dict[str, Any] = {"model": {"make": MAKE}, "distill": {"signal": "top_k", "top_k": 4}} | REWARD
+    taught: dict[str, Any] = {
+        "model": {"random_init": MAKE},
+        "distill": {"signal": "top_k", "top_k": 4},
+    } | REWARD
     save_classifier(folder / "judge")
     judge = {"model": str(folder / "judge"), "label": 1}
     judged = {"reward": REWARD["reward"] | {"models": {"judge": judge}}}
@@ -108,7 +111,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         "kl": REWARD | {"algorithm": {"kl": {"place": "reward", "target": 0.1}}},
         "critic": REWARD | {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 1}},
         "remax": REWARD | {"algorithm": {"advantage": "remax", "loss": "cispo"}},
-        "padded": REWARD | {"train": TINY["train"] | {"minibatch_rows": 5}},
+        "padded": REWARD | {"train": TINY["train"] | {"minibatch_size": 5}},
         "tools": REWARD | TOOLS,
         "retried": REWARD
         | {"agent": {"loop": "tests.trainer.loops:fails_first", "on_failure": {"retry": 2}}},
@@ -117,7 +120,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         "streamed teacher": taught | {"teachers": {"t": {"model": teacher, "placement": "own"}}},
         "copy of the student": taught | {"teachers": {"t": {"student": {"every": 2}}}},
         "reward model": judged,
-        "experts": REWARD | {"model": {"make": TINY["model"]["make"] | moe}},
+        "experts": REWARD | {"model": {"random_init": TINY["model"]["random_init"] | moe}},
         "adapter": REWARD | {"model": TINY["model"] | {"lora": {"rank": 2}}},
     }
 

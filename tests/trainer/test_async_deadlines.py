@@ -67,7 +67,11 @@ def test_an_engine_that_stops_answering_ends_the_run_with_its_name(
 
 def test_a_teacher_that_stops_answering_ends_the_run_with_its_name(tmp_path: Path):
     teacher = {"model": save_teacher(tmp_path / "teacher", seed=1), "placement": "own", "deadline_s": 4}
-    taught = {"model": {"make": MAKE}, "distill": {"signal": "top_k", "top_k": 4}, "teachers": {"t": teacher}}
+    taught = {
+        "model": {"random_init": MAKE},
+        "distill": {"signal": "top_k", "top_k": 4},
+        "teachers": {"t": teacher},
+    }
     loaded = tiny(tmp_path, "rollout.lag=1", "eval.rows=2", train=STEPS, **taught, **REWARD)
     strike = after_step(2, lambda: send("teachers.t", signal.SIGSTOP))
     with pytest.raises(TeacherError, match=r"teacher t .*did not answer for prompt \d+.* within 4 s"):

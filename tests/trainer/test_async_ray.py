@@ -52,7 +52,7 @@ def late_on_ray(sections: dict[str, Any], *, ranks: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_lag_on_ray_is_the_lag_here(tmp_path: Path, ranks: int):
     teacher = {"t": {"model": save_teacher(tmp_path / "teacher", seed=1), "placement": "own"}}
-    taught = {"teachers": teacher, "distill": {"signal": "top_k", "top_k": 4}, "model": {"make": MAKE}}
+    taught = {"teachers": teacher, "distill": {"signal": "top_k", "top_k": 4}, "model": {"random_init": MAKE}}
     sections = LAG | (taught if ranks == 1 else {"agent": {"loop": "tests.trainer.loops:uneven"}})
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
     train_loaded(tiny(tmp_path, **late_on_ray(sections, ranks=ranks)), tmp_path / "ray")
@@ -104,7 +104,11 @@ def test_whoever_stops_answering_ends_the_run_with_its_name(
     """Nobody may be restarted here, and the run ends long before the test's own deadline."""
     model = save_teacher(tmp_path / "teacher", seed=1)
     teacher = {"model": model, "placement": "own", "deadline_s": 10}
-    taught = {"teachers": {"t": teacher}, "distill": {"signal": "top_k", "top_k": 4}, "model": {"make": MAKE}}
+    taught = {
+        "teachers": {"t": teacher},
+        "distill": {"signal": "top_k", "top_k": 4},
+        "model": {"random_init": MAKE},
+    }
     late = {"train": STEPS | {"steps": 50}, "rollout": TINY["rollout"] | {"deadline_s": 20}}
     sections = late_on_ray(LAG | taught | late)
     sections["runtime"] |= {"stage_s": 20, "max_deaths": 0}

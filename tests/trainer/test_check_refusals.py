@@ -65,7 +65,7 @@ def end_turns_with_padding(tokenizer: Any) -> None:
 
 REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "algorithm.clip_low": lambda folder: {"algorithm": {"clip_low": 1.0}},
-    "train.minibatch_rows": lambda folder: {"train": {"steps": 4, "prompts": 4, "minibatch_rows": 17}},
+    "train.minibatch_size": lambda folder: {"train": {"steps": 4, "prompts": 4, "minibatch_size": 17}},
     "eval.every": lambda folder: {
         "tasks": {"t": {"file": rows(folder, 4)}},
         "eval": {"rows": 4, "every": 1},

@@ -35,7 +35,7 @@ from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 from .test_run import metrics_of, stop_after, weights_of
 
 SAMPLED = {"divergence": "k2", "signal": "sampled"}
-TWO = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
+TWO = {"by": "task", "map": {"copy": "small", "compare": "wide"}}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """The run's metrics without what the clock says."""
-    timed = re.compile(r"time/.*|rollout/tokens_per_second|teacher/.*/seconds|teachers/hidden")
+    timed = re.compile(r"time/.*|rollout/tokens_per_second|teacher/.*/seconds|teachers/overlap_fraction")
     return [{k: v for k, v in row.items() if not timed.fullmatch(k)} for row in metrics_of(folder)]
 
 
@@ -106,8 +106,8 @@ def test_an_own_teacher_teaches_as_a_colocated_one_bit_for_bit(
         assert all(torch.equal(one[name], other[name]) for name in one)
     one, other = weights_of(tmp_path / "colocated"), weights_of(tmp_path / "own")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert all(0 <= row["teachers/hidden"] <= 1 for row in metrics_of(tmp_path / "own")[1:])
-    assert "teachers/hidden" not in metrics_of(tmp_path / "colocated")[1]
+    assert all(0 <= row["teachers/overlap_fraction"] <= 1 for row in metrics_of(tmp_path / "own")[1:])
+    assert "teachers/overlap_fraction" not in metrics_of(tmp_path / "colocated")[1]
 
 
 @pytest.mark.parametrize("distill", [SAMPLED, {"signal": "top_k", "top_k": 8}], ids=["sampled", "top_k"])
@@ -133,7 +133,7 @@ def test_a_teacher_behind_a_url_teaches_as_a_colocated_one(
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-6)
 
 
-SELF = {"teachers": {"self": {"student": {"every": 2}, "before": "{answer}"}}}
+SELF = {"teachers": {"self": {"student": {"every": 2}, "prompt_prefix": "{answer}"}}}
 LONGER = {"train": {"steps": 5, "prompts": 4, "lr": 1e-2}}
 
 
@@ -163,7 +163,7 @@ def test_a_teacher_with_the_students_weights_gives_exactly_no_signal(tmp_path: P
 def test_a_run_with_an_own_copy_of_the_student_resumes_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    teachers = {"self": {"student": {"every": 2}, "before": "{answer}", "placement": "own"}}
+    teachers = {"self": {"student": {"every": 2}, "prompt_prefix": "{answer}", "placement": "own"}}
     _cut_and_resume(tmp_path, monkeypatch, 3, distill={"signal": "full"}, teachers=teachers, **LONGER)
 
 
@@ -186,7 +186,7 @@ def _cut_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int, *
 
 
 PRACTICE = {
-    "rollout": {"samples": 8, "max_new_tokens": 6, "slots": 64},
+    "rollout": {"samples": 8, "max_new_tokens": 6, "max_num_seqs": 64},
     "train": {"steps": 20, "prompts": 8, "lr": 5e-3},
 }
 
@@ -198,10 +198,10 @@ PRACTICE = {
         pytest.param({"signal": "top_k"}, {}, marks=pytest.mark.long),
         ({"divergence": "k1_straight", "signal": "sampled"}, {}),
         pytest.param(
-            {"divergence": "k1", "signal": "sampled", "through": "advantage"}, {}, marks=pytest.mark.long
+            {"divergence": "k1", "signal": "sampled", "apply_as": "advantage"}, {}, marks=pytest.mark.long
         ),
         pytest.param(
-            {"divergence": "k1", "signal": "sampled", "through": "reward"},
+            {"divergence": "k1", "signal": "sampled", "apply_as": "reward"},
             {"algorithm": {"advantage": "reinforce_pp"}},
             marks=pytest.mark.long,
         ),
@@ -243,9 +243,9 @@ SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
         {"distill": {"signal": "full"}, "route": SHARED},
         {"distill": SAMPLED, "route": SHARED, **MINI},
         {"distill": {"divergence": "unbiased_reverse_kl", "top_k": 4}, "route": PROJECTED, **MINI},
-        {"distill": {"divergence": "k1", "signal": "sampled", "through": "advantage"}, **JUDGED},
-        {"distill": {"divergence": "k1", "signal": "sampled", "through": "reward"}, **GAE},
-        {"distill": {}, "reward": JUDGED["reward"] | {"weight": 0.0, "watch": True}},
+        {"distill": {"divergence": "k1", "signal": "sampled", "apply_as": "advantage"}, **JUDGED},
+        {"distill": {"divergence": "k1", "signal": "sampled", "apply_as": "reward"}, **GAE},
+        {"distill": {}, "reward": JUDGED["reward"] | {"weight": 0.0, "log_only": True}},
         {"distill": {"temperature": 2.0}, **JUDGED, "algorithm": {"advantage": "remax", "loss": "gspo"}},
         {
             "distill": {},
@@ -285,7 +285,7 @@ def test_each_kind_of_run_finishes_and_documents_its_metrics(
 
 def test_a_product_of_teachers_teaches(tmp_path: Path, folders: dict[str, str]):
     teachers = two(folders)
-    route = {"by": "task", "to": {"copy": "small", "compare": "small"}}
+    route = {"by": "task", "map": {"copy": "small", "compare": "small"}}
     sections = {"teachers": teachers, "route": route, "distill": {"signal": "full"}}
     teachers["small"]["target"] = {"small": 1.25, "wide": -0.25}
     train_loaded(write(tmp_path, **sections), tmp_path / "product")
@@ -325,10 +325,13 @@ def test_every_trajectory_is_learnt_from(tmp_path: Path, folders: dict[str, str]
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no teacher for a task": (
-        {"route": {"by": "task", "to": {"copy": "small"}}},
+        {"route": {"by": "task", "map": {"copy": "small"}}},
         r"compare",
     ),
-    "a teacher without prompts": ({"route": {"by": "task", "to": dict.fromkeys(TWO["to"], "small")}}, "wide"),
+    "a teacher without prompts": (
+        {"route": {"by": "task", "map": dict.fromkeys(TWO["map"], "small")}},
+        "wide",
+    ),
     "other tokens": ({"teachers": ["small", "foreign"]}, r"teachers\.foreign\.model.*'ß'"),
     "a short context": ({"teachers": [("small", {"context": 8})]}, r"teachers\.small\.context"),
     "a missing folder": ({"teachers": [("small", {"model": "nowhere/at/all"})]}, r"teachers\.small\.model"),
@@ -367,7 +370,7 @@ def test_a_recipe_that_can_not_teach_is_refused_before_weights_are_loaded(
         teachers[name] = {"model": folders[name], **more}
         teachers[name]["model"] = folders.get(teachers[name]["model"], teachers[name]["model"])
     given = dict(zip(("copy", "compare"), teachers, strict=False))
-    route = {"route": {"by": "task", "to": given}} if len(teachers) > 1 else {}
+    route = {"route": {"by": "task", "map": given}} if len(teachers) > 1 else {}
     sections = {"distill": {}} | route | {k: v for k, v in sections.items() if k != "teachers"}
     with pytest.raises(PracticumError, match=f"(?s){message}"):
         preflight_module.preflight(write(tmp_path, teachers=teachers, **sections))

@@ -22,8 +22,8 @@ from .recipes import tiny
 from .test_run import metrics_of, weights_of
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 128}
-MOE = {"make": {"family": "qwen3_moe", "experts": 4, **SMALL}}
-EYES = {"make": {"family": "qwen2_5_vl", **SMALL}}
+MOE = {"random_init": {"family": "qwen3_moe", "experts": 4, **SMALL}}
+EYES = {"random_init": {"family": "qwen2_5_vl", **SMALL}}
 PICTURES = {
     "dots": {"kind": "dots", "options": {"pictures": [1, 3], "size": [12, 24]}},
     "colour": {"kind": "colour", "options": {"text_only": 50}},

@@ -21,7 +21,7 @@ from .test_run import same_run, stop_after
 
 RECIPE: dict[str, Any] = {
     "train": {"steps": 4, "prompts": 2, "lr": 1e-3},
-    "rollout": {"samples": 2, "max_new_tokens": 3, "slots": 8},
+    "rollout": {"samples": 2, "max_new_tokens": 3, "max_num_seqs": 8},
     "eval": {"rows": 2, "every": 1},
     "checkpoint": {"every": 1, "keep_last": 2},
 }

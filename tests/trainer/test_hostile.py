@@ -37,7 +37,7 @@ ZOO_RUN: dict[str, Any] = {
         "functions": [{"use": "tests.hostile:zoo_reward"}, {"use": "tests.hostile:zoo_reward_async"}],
         "on_error": "skip",
     },
-    "rollout": {"samples": SESSIONS, "max_new_tokens": 4, "slots": 64},
+    "rollout": {"samples": SESSIONS, "max_new_tokens": 4, "max_num_seqs": 64},
     "train": {"steps": 1, "prompts": 1, "lr": 1e-3},
     "eval": {"rows": 0},
     "track": {"record": 1000},

@@ -123,7 +123,7 @@ def test_ray_workers_import_the_parts_themselves(beside: Path, ray_cluster: None
 
 def test_a_divergence_of_ones_own_is_learnt_from(beside: Path):
     sections: dict[str, Any] = {
-        "teachers": {"old": {"student": {}, "before": "1"}},
+        "teachers": {"old": {"student": {}, "prompt_prefix": "1"}},
         "distill": {"divergence": "hellinger:hellinger", "signal": "full"},
         "reward": {"weight": 0.0},
         "train": {"steps": 1, "prompts": 2},
@@ -137,7 +137,7 @@ def test_a_divergence_of_ones_own_is_learnt_from(beside: Path):
 
 @pytest.mark.parametrize("through", ["loss", "advantage"])
 def test_with_the_signal_sampled_a_divergence_is_of_log_ratios(beside: Path, through: str):
-    distill = {"divergence": "kl:log_cosh", "signal": "sampled", "through": through}
+    distill = {"divergence": "kl:log_cosh", "signal": "sampled", "apply_as": through}
     recipe = tiny(beside, teachers={"old": {"student": {}}}, distill=distill).recipe
     assert recipe.distill is not None
     (finding,) = check_parts(recipe)
@@ -226,7 +226,7 @@ def pairs(rank, batch, columns, step):
 def total(rank, batch, columns, step):
     return {}, {"sum": float(columns.ragged("pairs").values.sum())}
 """
-    sections = {"train": {"steps": 1, "prompts": 3, "minibatch_rows": 8}, "eval": {"rows": 2}}
+    sections = {"train": {"steps": 1, "prompts": 3, "minibatch_size": 8}, "eval": {"rows": 2}}
     loaded = written(tmp_path, text, stages=["mine:pairs", "mine:total"], **sections)
     train_loaded(loaded, tmp_path / "run")
     row = metrics_of(tmp_path / "run")[1]

@@ -33,9 +33,9 @@ def steps(**train: int) -> dict[str, Any]:
 SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16}
 RECIPES: dict[str, dict[str, Any]] = {
     "minibatches": {"train": steps(epochs=2, minibatches=4)},
-    "rows": {"train": steps(minibatch_rows=5)},
+    "rows": {"train": steps(minibatch_size=5)},
     "ppo": {
-        "train": steps(minibatch_rows=4),
+        "train": steps(minibatch_size=4),
         "algorithm": {
             "advantage": "gae",
             "lam": 0.95,
@@ -53,15 +53,15 @@ RECIPES: dict[str, dict[str, Any]] = {
         "algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "aggregation": "seq_mean_token_sum"},
     },
     "remax": {
-        "train": steps(minibatch_rows=7),
+        "train": steps(minibatch_size=7),
         "algorithm": {"advantage": "remax", "loss": "cispo", "kl": {"place": "reward", "target": 0.1}},
     },
     "moe": {
-        "model": {"make": SMALL | {"family": "qwen3_moe", "context": 64, "experts": 4}},
+        "model": {"random_init": SMALL | {"family": "qwen3_moe", "context": 64, "experts": 4}},
         "train": steps(minibatches=2),
     },
     "vision": {
-        "model": {"make": SMALL | {"family": "qwen2_5_vl", "context": 128}},
+        "model": {"random_init": SMALL | {"family": "qwen2_5_vl", "context": 128}},
         "tasks": {"dots": {"kind": "dots"}, "copy": {"kind": "copy", "options": {"length": [1, 2]}}},
         "train": steps(minibatches=2),
     },

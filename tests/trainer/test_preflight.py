@@ -38,7 +38,7 @@ REFUSED = {
     "tasks.t.too_long": ([ONE_ROW, "tasks.t.too_long=skip"], "a" * 60, "all rows of"),
     "rollout.context": (["rollout.context=65"], "", "the model's context of 64"),
     "rollout.stop": (["rollout.stop=['end']"], "", "3 tokens"),
-    "model.path": (["model.make=null", "model.path=no/where"], "", ""),
+    "model.path": (["model.random_init=null", "model.path=no/where"], "", ""),
     "agent.loop": (["agent.loop=singleturn"], "", ""),
 }
 

@@ -29,7 +29,7 @@ from .test_run import metrics_of, stop_after, weights_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMED = re.compile(
-    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/hidden|balance/.*|padding/.*"
+    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|balance/.*|padding/.*"
 )
 """Metrics that the clock, the number of ranks or where a teacher lives makes."""
 STEPS = {"steps": 3, "prompts": 4, "lr": 1e-3, "eps": 1e-3}
@@ -174,7 +174,7 @@ def _forbidden(*_: object, **__: object) -> None:
 def taught(folder: Path, teachers: dict[str, Any], **sections: Any) -> LoadedRecipe:
     """A student of three teachers, one of them its own copy, which it renews every other step."""
     path = folder / "recipe.yaml"
-    route = {"by": "task", "to": {"copy": {"small": 0.5, "self": 0.5}, "compare": "wide"}}
+    route = {"by": "task", "map": {"copy": {"small": 0.5, "self": 0.5}, "compare": "wide"}}
     recipe = teachers_recipe(teachers=teachers, route=route, distill={"signal": "full"}, **sections)
     path.write_text(yaml.safe_dump(recipe | {"train": STEPS | {"steps": 4, "prompts": 6}}))
     return load_recipe(path)
@@ -196,7 +196,7 @@ def test_teachers_streamed_on_ray_teach_as_colocated_ones_here_also_when_resumed
         assert train_loaded(recipe, tmp_path / "ray").interrupted
     train_loaded(recipe, tmp_path / "ray", resume=True)
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
-    assert all(0 <= row["teachers/hidden"] <= 1 for row in metrics_of(tmp_path / "ray")[1:])
+    assert all(0 <= row["teachers/overlap_fraction"] <= 1 for row in metrics_of(tmp_path / "ray")[1:])
 
 
 OF_THE_USER = """

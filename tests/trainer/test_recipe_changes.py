@@ -38,7 +38,10 @@ def resume(folder: Path, *options: str) -> Result:
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("model.make.layers=3", "model.make.layers: 2 → 3\n    the checkpoint holds the weights of another"),
+        (
+            "model.random_init.layers=3",
+            "model.random_init.layers: 2 → 3\n    the checkpoint holds the weights of another",
+        ),
         ("model.dtype=float64", "have the other number type"),
         ("train.optimizer=my:optimizer", "holds the state of the other optimizer"),
         ("algorithm.kl={place: reward, target: 0.1}", "an adapted weight is part of every checkpoint"),

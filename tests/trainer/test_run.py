@@ -30,7 +30,7 @@ MINIBATCHES = {"steps": 2, "prompts": 4, "epochs": 2, "minibatches": 2, "lr": 1e
 KL = {"algorithm": {"kl": {"place": "reward", "target": 0.1}}}
 LORA = {"model": TINY["model"] | {"lora": {"rank": 4}}, "train": {"steps": 4, "prompts": 4, "lr": 1e-2}}
 
-HYBRID = {"model": {"make": TINY["model"]["make"] | {"family": "qwen3_5"}}}
+HYBRID = {"model": {"random_init": TINY["model"]["random_init"] | {"family": "qwen3_5"}}}
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

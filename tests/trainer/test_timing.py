@@ -25,7 +25,7 @@ REFILLS = {
     "refills": 50,
     "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
 }
-FEW_SLOTS = {"rollout": TINY["rollout"] | {"slots": 5}}
+FEW_SLOTS = {"rollout": TINY["rollout"] | {"max_num_seqs": 5}}
 
 
 def delay_turns(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

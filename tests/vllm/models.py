@@ -31,7 +31,7 @@ MAKE = {"hidden": 64, "layers": 2, "heads": 2, "head_dim": 32, "context": 128}
 def make_tiny(seed: int = 0, **more: Any) -> PreTrainedModel:
     """A tiny model, with weights so large that its answers differ."""
     make = MakeModel.model_validate(MAKE | more)
-    model = make_model(make, load_tokenizer(Model(make=make)), seed)
+    model = make_model(make, load_tokenizer(Model(random_init=make)), seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -43,7 +43,7 @@ def save_model(folder: Path, head_dim: int = 32, **more: Any) -> PreTrainedModel
     """A tiny model in a folder, with its tokenizer."""
     model = make_tiny(head_dim=head_dim, **more)
     model.save_pretrained(folder)
-    load_tokenizer(Model(make=MakeModel())).save_pretrained(folder)
+    load_tokenizer(Model(random_init=MakeModel())).save_pretrained(folder)
     return model
 
 
@@ -92,7 +92,7 @@ def started(recipe: Mapping[str, Any] | Recipe) -> Iterator[LocalRoles]:
     if not isinstance(recipe, Recipe):
         tasks = {"sort": {"kind": "sort"}}
         recipe = Recipe.model_validate(
-            {"name": "vllm", "model": {"make": MAKE}, "tasks": tasks} | dict(recipe)
+            {"name": "vllm", "model": {"random_init": MAKE}, "tasks": tasks} | dict(recipe)
         )
     roles = start_local(recipe, make_plan(recipe), Watch(recipe.checks, print))
     try:

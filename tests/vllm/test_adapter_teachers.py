@@ -43,7 +43,7 @@ def load(folder: Path, engine: str, *, lent: bool = False, **each: Any) -> Teach
     on = {} if lent else {"model": base}
     teachers = {name: {"adapter": str(folder / name), **on, **chosen} for name in ("sort", "copy")}
     if not lent:
-        teachers["again"] = {**teachers["sort"], "before": "so: "}
+        teachers["again"] = {**teachers["sort"], "prompt_prefix": "so: "}
         teachers["plain"] = {"model": base, **chosen}
     recipe = Recipe.model_validate(
         {

@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def shared(base: str) -> Iterator[LocalRoles]:
-    rollout = {"engine": "vllm", "slots": 4, "max_new_tokens": 8}
+    rollout = {"engine": "vllm", "max_num_seqs": 4, "max_new_tokens": 8}
     with started({"model": {"path": base, "lora": {"rank": 4}}, "rollout": rollout}) as roles:
         yield roles
 
@@ -123,5 +123,7 @@ def test_a_sleeping_engine_frees_kv_memory_and_comes_back_with_the_adapter(roles
 
 
 def test_models_whose_adapters_vllm_does_not_take_are_merged():
-    moe = Model.model_validate({"make": {"family": "qwen3_moe", "hidden": 32, "layers": 1}, "lora": {}})
+    moe = Model.model_validate(
+        {"random_init": {"family": "qwen3_moe", "hidden": 32, "layers": 1}, "lora": {}}
+    )
     assert VllmKind().merges_adapter(load_model(moe, 0))

@@ -19,20 +19,20 @@ from tests.trainer.recipes import TINY, tiny
 from tests.trainer.test_run import metrics_of, stop_after
 from tests.vllm.models import logprobs, started, update
 
-MAKE = TINY["model"]["make"] | {"head_dim": 32}
+MAKE = TINY["model"]["random_init"] | {"head_dim": 32}
 ROLLOUT = TINY["rollout"] | {"engine": "vllm"}
 REWARD = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
 LORA = {"lora": {"rank": 4}}
 
 
 def sections(lag: int, **more: Any) -> dict[str, Any]:
-    return {"model": {"make": MAKE}, "rollout": ROLLOUT | {"lag": lag}, "reward": REWARD} | more
+    return {"model": {"random_init": MAKE}, "rollout": ROLLOUT | {"lag": lag}, "reward": REWARD} | more
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["whole", "adapter"])
 def test_rows_are_sampled_by_the_weights_that_are_named(tmp_path: Path, lora: dict[str, Any]):
     """Weights of three steps, in any order; the torch engine gives their rows the same logprobs."""
-    recipe = tiny(tmp_path, **sections(2, model={"make": MAKE} | lora)).recipe
+    recipe = tiny(tmp_path, **sections(2, model={"random_init": MAKE} | lora)).recipe
     with started(recipe) as roles:
         assert (len(roles.engines), len(roles.rollouts)) == (1, 3)
         learner, kept = roles.rank.student.learner, {0: copy.deepcopy(roles.rank.student.learner.model)}
@@ -61,7 +61,7 @@ def test_rows_are_sampled_by_the_weights_that_are_named(tmp_path: Path, lora: di
 def test_a_run_is_as_stale_as_it_says_also_when_it_is_resumed(tmp_path: Path, lag: int, lora: dict[str, Any]):
     """Versions of rows, and fingerprints at each hand-over, are checked in every step: else it would stop."""
     options = ("eval.rows=2", "eval.every=2", "train.steps=5")
-    loaded = tiny(tmp_path, *options, **sections(lag, model={"make": MAKE} | lora))
+    loaded = tiny(tmp_path, *options, **sections(lag, model={"random_init": MAKE} | lora))
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
         train_loaded(loaded, tmp_path / "run", quiet=True)

@@ -20,9 +20,9 @@ from tests.vllm.models import MAKE, arguments, await_true, descendants, still_th
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",
-    "model": {"make": MAKE},
+    "model": {"random_init": MAKE},
     "tasks": {"sort": {"kind": "sort"}},
-    "rollout": {"samples": 2, "max_new_tokens": 8, "slots": 8, "engine": "vllm"},
+    "rollout": {"samples": 2, "max_new_tokens": 8, "max_num_seqs": 8, "engine": "vllm"},
     "train": {"steps": 100_000, "prompts": 4},
 }
 GONE_S = 20.0

@@ -19,15 +19,15 @@ from tests.vllm.models import MAKE, await_true, descendants, still_there
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "seed": 3,
-    "model": {"make": MAKE | {"layers": 1}},
+    "model": {"random_init": MAKE | {"layers": 1}},
     "tasks": {"sort": {"kind": "sort"}},
-    "rollout": {"samples": 4, "max_new_tokens": 8, "slots": 16, "engine": "vllm"},
+    "rollout": {"samples": 4, "max_new_tokens": 8, "max_num_seqs": 16, "engine": "vllm"},
     "teachers": {
         "self": {"student": {"every": 1}, "engine": "vllm"},
         "first": {"student": {}, "engine": "vllm", "placement": "own"},
         "tuned": {"adapter": "tuned", "engine": "vllm", "placement": "own"},
     },
-    "route": {"to": {"sort": {"self": 0.3, "first": 0.3, "tuned": 0.4}}},
+    "route": {"map": {"sort": {"self": 0.3, "first": 0.3, "tuned": 0.4}}},
     "distill": {"top_k": 4},
     "algorithm": {"mismatch": {"weights": "token"}},
     "train": {"steps": 2, "prompts": 8, "lr": 1e-3},

@@ -30,7 +30,7 @@ def how(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(how: Path) -> Iterator[LocalRoles]:
-    rollout = {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": BROKEN}
+    rollout = {"engine": "vllm", "max_num_seqs": 4, "max_new_tokens": 8, "vllm": BROKEN}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "PRACTICUM_TEST_BREAK", str(how))
         with started({"rollout": rollout}) as roles:

@@ -22,7 +22,7 @@ from tests.vllm.models import MAKE, resident, save_model, started, update
 
 TOLERANCE = 2e-5
 KV_MB = 64
-ROUTE = {"by": "task", "to": {"sort": "folder", "copy": "away", "reverse": "self"}}
+ROUTE = {"by": "task", "map": {"sort": "folder", "copy": "away", "reverse": "self"}}
 
 
 def recipe_of(folder: str, engine: str, rollout: str) -> Recipe:
@@ -30,7 +30,7 @@ def recipe_of(folder: str, engine: str, rollout: str) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "school",
-            "model": {"make": MAKE},
+            "model": {"random_init": MAKE},
             "tasks": {name: {"kind": name} for name in ("sort", "copy", "reverse")},
             "rollout": {"engine": rollout, "samples": 2, "max_new_tokens": 8, "temperature": 0.8}
             | ({"vllm": {"options": {"kv_cache_memory_bytes": KV_MB << 20}}} if rollout == "vllm" else {}),

@@ -89,8 +89,8 @@ def processes_of(engine: VllmEngine) -> set[int]:
 
 
 def test_the_probe_of_a_run_holds_with_two_workers_and_they_end_with_a_killed_engine():
-    rollout = {"engine": "vllm", "slots": 4, "max_new_tokens": 8, "vllm": {"tensor_parallel": 2}}
-    with started({"model": {"make": MAKE | SPLIT}, "rollout": rollout}) as roles:
+    rollout = {"engine": "vllm", "max_num_seqs": 4, "max_new_tokens": 8, "vllm": {"tensor_parallel": 2}}
+    with started({"model": {"random_init": MAKE | SPLIT}, "rollout": rollout}) as roles:
         for _ in range(2):
             update(roles.rank.student.learner)
             roles.sync_weights()

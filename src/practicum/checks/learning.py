@@ -21,7 +21,7 @@ SEVERAL, MANY = 5, 10
 """Steps in a row after which something is said."""
 MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
 STARVED, OVERFED = 0.1, 2.0
-_FLAT, _GRADIENT, _CUT = "groups/flat", "train/grad_norm", "rollout/truncated"
+_FLAT, _GRADIENT, _CUT = "groups/zero_variance", "train/grad_norm", "rollout/truncated"
 _REWARD, _SPREAD, _ENTROPY = "reward/mean", "reward/std", "train/entropy"
 _STEP = ("train/loss", _FLAT, _GRADIENT, _CUT, _REWARD, _SPREAD)
 """A row without any of these is an evaluation, or a step of the critic alone."""

@@ -67,7 +67,7 @@ def check(
     First what was found in its files and model, then what differs from the defaults, then the sizes. What
     `train` would refuse is refused here.
 
-    practicum check recipes/sort/start.yaml --set rollout.slots=64
+    practicum check recipes/sort/start.yaml --set rollout.max_num_seqs=64
     """
     from practicum import api
 

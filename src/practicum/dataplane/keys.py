@@ -54,7 +54,7 @@ class Tags:
     """Counts of the HTTP requests of the session's agent, on its last row."""
     clients: tuple[str, ...] = ()
     """Path and client of each of them."""
-    given_reward: float | None = None
+    loop_reward: float | None = None
     """The reward that the agent loop gave this trajectory; trajectories without one are scored."""
     reward: float | None = None
     """The reward of the whole session."""

@@ -33,7 +33,7 @@ class StageSpec:
     ranks: Ranks = "all"
     effect: bool = False
     about: str = ""
-    not_asked: str = ""
+    skip_reason: str = ""
     """Why this recipe rules the stage out, whatever its effect or readers; empty if it does not."""
     side: Side = "learning"
     use: str = ""
@@ -125,7 +125,7 @@ def resolve(candidates: Sequence[StageSpec], why_unread: Mapping[str, str] | Non
     kept: list[StageSpec] = []
     needed_fields: set[str] = set()
     for stage in reversed(candidates):
-        if not stage.not_asked and (stage.effect or needed_fields & set(stage.writes)):
+        if not stage.skip_reason and (stage.effect or needed_fields & set(stage.writes)):
             kept.append(stage)
             needed_fields = (needed_fields - set(stage.writes)) | set(stage.reads)
     kept.reverse()
@@ -222,8 +222,8 @@ def _check_reads(kept: Sequence[StageSpec], candidates: Sequence[StageSpec]) -> 
 
 
 def _reason(stage: StageSpec, candidates: Sequence[StageSpec], why: Mapping[str, str]) -> str:
-    if stage.not_asked:
-        return stage.not_asked
+    if stage.skip_reason:
+        return stage.skip_reason
     fields = " and ".join(stage.writes) or "anything of it"
     later = candidates[candidates.index(stage) + 1 :]
     readers = [other.name for other in later if set(stage.writes) & set(other.reads)]

@@ -32,7 +32,7 @@ EIGHT_BIT = (1 + 4 / 256) / 4
 Parts = Mapping[str, float]
 """Bytes by what they hold."""
 _ADVICE = {
-    "KV memory": "lower rollout.slots or rollout.context, or give engines their own devices (pools.rollout)",
+    "KV memory": "lower rollout.max_num_seqs or rollout.context, or give engines devices (pools.rollout)",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
     "published weights": "uninstall nixl, or lower rollout.lag",
     "teachers": "give teachers their own devices (placement: own)",
@@ -216,15 +216,15 @@ def engine_memory(setup: StepSetup, *, shares_weights: bool) -> Parts:
     number, copies = BYTES[recipe.model.dtype], recipe.sampling_engines
     is_ours, has_turns = ENGINES[rollout.engine].shares_model, recipe.agent.loop != "single_turn"
     context = rollout.context_for(sizes.context)
-    tokens: float = rollout.slots * context * (2 if has_turns else 1)
+    tokens: float = rollout.max_num_seqs * context * (2 if has_turns else 1)
     if is_ours and not has_turns:
-        used = min(rollout.slots, math.ceil(setup.rows / setup.replicas))
+        used = min(rollout.max_num_seqs, math.ceil(setup.rows / setup.replicas))
         grown = used * min(context, KV_SPARE * (setup.prompt_tokens + rollout.max_new_tokens))
-        tokens = max(grown, rollout.slots * min(context, KV_POSITIONS))
+        tokens = max(grown, rollout.max_num_seqs * min(context, KV_POSITIONS))
     weights = {"engine's weights": float(copies * sizes.parameters * number)}
     parts = {"KV memory": float(copies * tokens * sizes.token_kv() * number)}
     if sizes.state_bytes:
-        parts["states"] = float(copies * rollout.slots * sizes.state_bytes)
+        parts["states"] = float(copies * rollout.max_num_seqs * sizes.state_bytes)
     if is_ours and setup.on_cpu and recipe.model.dtype == "float32":
         parts["packed weights"] = float(copies * sizes.linear * number)
     return parts if shares_weights and copies == 1 else weights | parts

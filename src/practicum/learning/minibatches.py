@@ -44,7 +44,7 @@ class Cut:
         if self.rows % data_parallel:
             more = ceil(self.rows / data_parallel) * data_parallel
             expected = f"a multiple of the {data_parallel} data-parallel ranks"
-            raise RecipeError("train.minibatch_rows", str(self.rows), expected, f"Set it to {more}.")
+            raise RecipeError("train.minibatch_size", str(self.rows), expected, f"Set it to {more}.")
         return self.rows
 
 

@@ -75,7 +75,7 @@ class DistillSettings:
     @property
     def by_loss(self) -> bool:
         """True if the divergence is back-propagated."""
-        return self.distill.through == "loss"
+        return self.distill.apply_as == "loss"
 
     @property
     def compares_distributions(self) -> bool:

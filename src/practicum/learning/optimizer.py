@@ -137,7 +137,7 @@ class OptimizerStepper:
         if self._offloads and self.parameters[0].device.type == "cpu":
             found = "host with the model on the CPU, whose memory is the host's"
             raise RecipeError("train.offload", found, "none")
-        self.clip_norm = math.inf if train.clip_norm is None else train.clip_norm
+        self.max_grad_norm = math.inf if train.max_grad_norm is None else train.max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.shares: PartShares | None = None
         self.begun = 0
@@ -160,7 +160,7 @@ class OptimizerStepper:
         self.shares = None
         try:
             norm = whole(nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
-            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
             metrics |= {"grad_norm": float(norm), "lr": lr}
             bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
             if bad:
@@ -177,7 +177,7 @@ class OptimizerStepper:
                     parts.begin_step(self.optimizer)
                 self.optimizer.step()
                 if parts is not None:
-                    clip = min(1.0, self.clip_norm / (float(norm) + 1e-6))  # as torch clips
+                    clip = min(1.0, self.max_grad_norm / (float(norm) + 1e-6))  # as torch clips
                     self.shares = parts.end_step(self.optimizer, lr, clip)
             return True
         finally:

@@ -49,8 +49,8 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     """Return the recipe's tokenizer, with a padding token."""
     # Texts are short: its threads gain nothing, and every process that is forked after them prints a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if spec.make is not None and spec.tokenizer is None:
-        return make_vision_tokenizer() if spec.make.family == "qwen2_5_vl" else make_tokenizer()
+    if spec.random_init is not None and spec.tokenizer is None:
+        return make_vision_tokenizer() if spec.random_init.family == "qwen2_5_vl" else make_tokenizer()
     source = spec.tokenizer or spec.path
     assert source is not None
     if spec.tokenizer is None:
@@ -86,8 +86,8 @@ def load_model(
     if rank:
         model = skeleton(spec if path is None else spec.model_copy(update={"path": path}), dtype)
     elif source is None:
-        assert spec.make is not None
-        model = make_model(spec.make, load_tokenizer(spec), seed).to(dtype)
+        assert spec.random_init is not None
+        model = make_model(spec.random_init, load_tokenizer(spec), seed).to(dtype)
     else:
         require_model_folder(source, key)
         with must_read(source, key, _EXPECTED):
@@ -103,8 +103,8 @@ def load_model(
 def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return the recipe's model without weights and adapter, by its config (`dtype` may be another)."""
     if spec.path is None:
-        assert spec.make is not None
-        config = made_config(spec.make, load_tokenizer(spec))
+        assert spec.random_init is not None
+        config = made_config(spec.random_init, load_tokenizer(spec))
     else:
         config = copy.deepcopy(read_config(spec.path))
     with torch.device("meta"):
@@ -150,8 +150,8 @@ def ready(model: PreTrainedModel, device: torch.device, *, move: bool = True) ->
 
 def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
     """Return longest sequence and width of the output, as far as the config says; loads no weights."""
-    if spec.make is not None:
-        return spec.make.context, tokens
+    if spec.random_init is not None:
+        return spec.random_init.context, tokens
     assert spec.path is not None
     require_model_folder(spec.path)
     with must_read(spec.path, "model.path", _EXPECTED):

@@ -55,8 +55,8 @@ def make_processor(tokenizer: PreTrainedTokenizerBase) -> Processor:
 
 def load_processor(spec: Model, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
     """Return the processor of the recipe's model; None for a model that reads no pictures."""
-    if spec.make is not None:
-        if spec.make.family != "qwen2_5_vl":
+    if spec.random_init is not None:
+        if spec.random_init.family != "qwen2_5_vl":
             return None
         _require_image_token(tokenizer, "model.tokenizer", spec.tokenizer or "the made tokenizer")
         return make_processor(tokenizer)

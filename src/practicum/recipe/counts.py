@@ -25,7 +25,7 @@ class Counts:
     baselines: int
     epochs: int
     minibatches: int
-    minibatch_rows: int | None
+    minibatch_size: int | None
     refills: int
 
     @property
@@ -48,8 +48,8 @@ class Counts:
                 batch += f", and {self.baselines} greedy ones as baselines"
             if self.refills:
                 batch += f", refilled up to {_many(self.refills, 'time')}"
-        if self.minibatch_rows is not None:
-            each = f"optimizer steps on up to {_many(self.minibatch_rows, 'row')} each"
+        if self.minibatch_size is not None:
+            each = f"optimizer steps on up to {_many(self.minibatch_size, 'row')} each"
             return [batch, f"{_many(self.epochs, 'epoch')} of {each}: how many depends on the rows"]
         passes = f"{_many(self.epochs, 'epoch')} × {_many(self.minibatches, 'minibatch')}"
         updates = _many(self.optimizer_steps, "optimizer step")

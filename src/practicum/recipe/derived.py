@@ -76,8 +76,8 @@ def traits_of(config: Mapping[str, Any]) -> Traits:
 
 def model_traits(model: Model) -> Traits:
     """The traits of the student: made ones by their family, a folder's by its config; plain if unknown."""
-    if model.make is not None:
-        family = model.make.family
+    if model.random_init is not None:
+        family = model.random_init.family
         return Traits(moe=family == "qwen3_moe", vision=family in VISION_FAMILIES)
     return traits_of(folder_config(model.path))
 

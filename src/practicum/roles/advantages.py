@@ -75,7 +75,7 @@ class AdvantageRole:
         written: dict[str, Column] = {"advantages": Ragged.packed(advantages_N, mask.lengths)}
         if returns_N is not None and "returns" in self.plan["advantages"].writes:
             written["returns"] = Ragged.packed(returns_N, mask.lengths)
-        stats.pop("flat_groups", None)  # groups/flat reports them, before any filter
+        stats.pop("flat_groups", None)  # groups/zero_variance reports them, before any filter
         if (count := stats.pop("groups_of_one", None)) is not None:
             stats["groups/of_one"] = count
         return written, stats
@@ -91,7 +91,7 @@ class AdvantageRole:
         """Return advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
         algorithm, distill, weight = self.algorithm, self.distill, self.reward_weight
         taught_N, stats = self._taught(columns, mask_N)
-        in_reward = distill is not None and distill.through == "reward"
+        in_reward = distill is not None and distill.apply_as == "reward"
         if not weight and not in_reward:
             assert taught_N is not None
             return taught_N, None, stats
@@ -140,7 +140,7 @@ class AdvantageRole:
     def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
         """Return -weight × the estimate of KL(student || teacher) of each token, if it enters here."""
         distill = self.distill
-        if distill is None or distill.through == "loss":
+        if distill is None or distill.apply_as == "loss":
             return None, {}
         student_N = columns.ragged(student_source(self.algorithm)).values
         teacher_N = columns.ragged("teacher_logprobs").values

@@ -58,7 +58,7 @@ class BatchCutter:
         self.train, self._seed, self.whole_sessions = train, seed, whole_sessions
         self.rank, self.ranks = rank, ranks
         # Two objects: only the student's mini-batches may have to keep sessions whole.
-        self.student, self.critic = (Cut(train.minibatches, train.minibatch_rows) for _ in range(2))
+        self.student, self.critic = (Cut(train.minibatches, train.minibatch_size) for _ in range(2))
 
     def padding_rows(self, batch: BatchRef) -> int:
         """Return how many padding rows the updates of a step need for even mini-batches and ranks."""

@@ -76,7 +76,7 @@ class RewardRole:
         samples = {
             name: self._sample(batch, columns, step.prompts, rows)
             for name, rows in sessions.items()
-            if batch.tags[rows[0]].given_reward is None
+            if batch.tags[rows[0]].loop_reward is None
         }
         results = await self.functions.score(list(samples.values())) if samples else []
         if self.models:
@@ -179,7 +179,7 @@ class RewardRole:
     ) -> dict[str, Column]:
         rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
         for name, rows in sessions.items():
-            given = [batch.tags[i].given_reward or 0.0 for i in rows]
+            given = [batch.tags[i].loop_reward or 0.0 for i in rows]
             result = results.get(name) or RewardResult(sum(given), {LOOP: sum(given)})
             # A failure of what nothing is learnt from does not take a row away from the teachers.
             failed = result.reward is None and self._learnt

@@ -144,7 +144,7 @@ class RolloutRole:
             self.hidden.session_ended()
             self._remember(rows.keys, prompts)
             ready = rows.where(lambda _, tags: tags.status == "ready")
-            judged = ready.where(lambda _, tags: tags.given_reward is None and self._rewards_early(tags.task))
+            judged = ready.where(lambda _, tags: tags.loop_reward is None and self._rewards_early(tags.task))
             taught = ready.where(lambda _, tags: tags.teacher in self._own_teachers and not tags.is_baseline)
             if judged or taught:
                 return self._score(rows, judged, taught)
@@ -396,7 +396,7 @@ class SessionRunner:
                 requests=trajectory.requests,
                 clients=trajectory.clients,
                 trace=trajectory.trace,
-                given_reward=ended.result.row_rewards()[i],
+                loop_reward=ended.result.row_rewards()[i],
             )
             rows.append(SessionRow(Key(prompt.uid, attempt.session, i), tags, trajectory))
         return rows

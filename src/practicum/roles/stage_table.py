@@ -81,7 +81,7 @@ def ratio_source(recipe: Recipe) -> OldSource:
         return "rollout_logprobs"
     if algorithm.old_logprobs == "auto" and recipe.rollout.lag and algorithm.mismatch.weights == "off":
         return "rollout_logprobs"
-    several = train.epochs * train.minibatches > 1 or train.minibatch_rows is not None
+    several = train.epochs * train.minibatches > 1 or train.minibatch_size is not None
     in_advantages = algorithm.kl.place == "reward" or recipe.distils_by_policy or recipe.corrects_mismatch
     return "old_logprobs" if algorithm.old_logprobs == "recompute" or several or in_advantages else "own"
 
@@ -120,7 +120,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     advantage_parts = (
         *_if(estimates, algorithm.advantage),
         *_if(kl == "reward", "KL in the reward"),
-        *_if(by_policy, f"the teachers' {distill and distill.divergence} as {distill and distill.through}"),
+        *_if(by_policy, f"the teachers' {distill and distill.divergence} as {distill and distill.apply_as}"),
         *_if(weighs, "weights against the mismatch"),
     )
     denominator = ratio_source(recipe)
@@ -142,13 +142,13 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     of_recipe: dict[str, dict[str, Any]] = {
         "demonstrate": {
             "writes": (*_ROWS, *vision),
-            "not_asked": "" if supervised else f"{loss}: the student's own answers are the batch",
+            "skip_reason": "" if supervised else f"{loss}: the student's own answers are the batch",
         },
         "rollout": {
             "writes": (*_ROWS, "rollout_logprobs", "plain_logprobs", *vision, *experts),
-            "not_asked": f"{loss}: demonstrations are the batch" if supervised else "",
+            "skip_reason": f"{loss}: demonstrations are the batch" if supervised else "",
         },
-        "reward": {"effect": recipe.reward.watch},
+        "reward": {"effect": recipe.reward.log_only},
         # Colocated ones share the learner's devices, and so its time.
         "teachers": {
             "reads": (*_TOKENS, *images),
@@ -156,8 +156,8 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             "side": "sampling" if streamed else "learning",
         },
         "pad": {
-            "not_asked": "one optimizer step on one rank takes the whole batch, of any size"
-            if recipe.data_parallel * recipe.train.minibatches == 1 and recipe.train.minibatch_rows is None
+            "skip_reason": "one optimizer step on one rank takes the whole batch, of any size"
+            if recipe.data_parallel * recipe.train.minibatches == 1 and recipe.train.minibatch_size is None
             else ""
         },
         "old_logprobs": {"reads": (*tokens, *experts)},
@@ -170,7 +170,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         },
         "update_critic": {
             "reads": (*_ROWS, *_if(critic, "values", "returns"), *vision),
-            "not_asked": "" if critic else f"algorithm.advantage {algorithm.advantage} has no critic",
+            "skip_reason": "" if critic else f"algorithm.advantage {algorithm.advantage} has no critic",
         },
         "update_student": {
             "reads": (*_ROWS, *_if(not supervised, *dict.fromkeys(update_reads)), *vision, *experts),

@@ -193,7 +193,7 @@ class TeacherRole:
         for i, ((key, tags), prompt, response, images) in enumerate(zip(batch, *ids, pictures, strict=True)):
             for name in self.loaded.targets.get(tags.teacher or "", [tags.teacher or ""]):
                 teacher, before = self.loaded.scorers[name].spec, []
-                if teacher.before is not None:
+                if teacher.prompt_prefix is not None:
                     text = before_text(teacher, prompts[key])
                     before = self.tokenizer.encode(text, add_special_tokens=False)
                 sequence = [*before, *prompt.tolist(), *response.tolist()]
@@ -222,7 +222,7 @@ def prompts_read(
     reads = {
         name
         for name, teacher in teachers.items()
-        if any(teachers[part].before is not None for part in (name, *(teacher.target or ())))
+        if any(teachers[part].prompt_prefix is not None for part in (name, *(teacher.target or ())))
     }
     return {key: prompts[key] for key, tags in batch if tags.teacher in reads}
 

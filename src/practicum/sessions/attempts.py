@@ -228,7 +228,7 @@ async def answer_calls(session: Session, text: str) -> list[Message]:
     A call that can't be read is answered with the reason.
     """
     tools = session.toolbox.tools if session.toolbox is not None else []
-    calls = read_calls(text, session.agent.calls, tools)
+    calls = read_calls(text, session.agent.tool_call_format, tools)
     return await gather_all(_answer(session, call) for call in calls)
 
 

@@ -58,7 +58,7 @@ def make_demonstrator(agent: Agent, toolbox: Toolbox) -> Demonstrator:
         text = demonstrated_turn(prompt, messages)
         calls = read_calls(text, "plain", [CALCULATOR]) if prompt.kind is not None else []
         if len(calls) == 1 and isinstance(calls[0], Call):
-            return write_call(calls[0], agent.calls, toolbox.tools)
+            return write_call(calls[0], agent.tool_call_format, toolbox.tools)
         return text
 
     return demonstrate

@@ -200,7 +200,7 @@ def _place_images(
     sources = [part["image"] for part in image_parts(prompt.content)]
     if processor is None and sources:
         found = f"a model that is not a vision model, and {prompt} has {len(sources)} pictures"
-        fix = f"use one (a tiny one: model.make.family: qwen2_5_vl), or leave tasks.{prompt.task} out."
+        fix = f"use one (a tiny one: model.random_init.family: qwen2_5_vl), or leave tasks.{prompt.task} out."
         raise RecipeError("model.path", found, "a vision model", fix)
     if processor is None:
         return ids, None

@@ -50,7 +50,7 @@ def check_routes(recipe: Recipe) -> list[str]:
                 values.add(value, place)
                 names = [name for name in destinations(route, value) if name in teachers]
             for name in names:
-                key = f"teachers.{name}.before"
+                key = f"teachers.{name}.prompt_prefix"
                 before_text(teachers[name], prompt)
         except UnfitRow as error:
             faults.add(key, place)
@@ -79,7 +79,7 @@ def _prompts(
     route: Route, teachers: Mapping[str, Teacher], tasks: Mapping[str, Task], seed: int
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield prompts with their places: all rows of a task, or one where all are routed and filled alike."""
-    reads_rows = any(fields_of(teacher.before or "") for teacher in teachers.values())
+    reads_rows = any(fields_of(teacher.prompt_prefix or "") for teacher in teachers.values())
     for name, task in tasks.items():
         known = len(teachers) == 1 or value_of_task(route, name, task) is not None
         at = train_location(task)
@@ -95,13 +95,13 @@ def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) ->
     lost = [value for value in values if any(name not in teachers for name in destinations(route, value))]
     for value in lost[:_SHOWN]:
         found = f"no teacher for the {route.by} {value!r} of {values.listed(value)}"
-        expected = f"a teacher named {value}, or an entry of route.to for {value}"
+        expected = f"a teacher named {value}, or an entry of route.map for {value}"
         meant = f"did you mean {close}? " if (close := nearest(value, teachers)) else ""
-        advice = f"{meant}set route.to: {{{value}: {' or '.join(teachers)}}}"
-        yield RecipeError("route.to", found, expected, advice)
+        advice = f"{meant}set route.map: {{{value}: {' or '.join(teachers)}}}"
+        yield RecipeError("route.map", found, expected, advice)
     if len(lost) > _SHOWN:
         found = f"{len(lost) - _SHOWN:,} more values of {route.by} without a teacher"
-        yield RecipeError("route.to", found, "a teacher for each value")
+        yield RecipeError("route.map", found, "a teacher for each value")
 
 
 def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
@@ -109,10 +109,10 @@ def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> It
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
     for name in (name for name in teachers if name not in reached):
         found = f"a teacher that no prompt goes to (by {route.by}: {shown})"
-        advice = f"remove it, or let route.to send it a value of {route.by}"
+        advice = f"remove it, or let route.map send it a value of {route.by}"
         yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
-    for value in (value for value in route.to if value not in values):
-        yield RecipeError(f"route.to.{value}", f"a {route.by} of no prompt", f"one of {shown}", "remove it")
+    for value in (value for value in route.map if value not in values):
+        yield RecipeError(f"route.map.{value}", f"a {route.by} of no prompt", f"one of {shown}", "remove it")
 
 
 def _shares(weights: dict[str, float]) -> str:

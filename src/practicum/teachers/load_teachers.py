@@ -277,8 +277,8 @@ def signal_width(teachers: Mapping[str, Teacher], distill: Distill | None, sourc
         spec = base_spec(source, teacher)
         if spec.path is not None:
             widths[name] = read_config(spec.path).get_text_config().hidden_size
-        elif spec.make is not None:
-            widths[name] = spec.make.hidden
+        elif spec.random_init is not None:
+            widths[name] = spec.random_init.hidden
     joined = [sum(widths[part] for part in target) for target in products(teachers).values()]
     return max([*widths.values(), *joined])
 

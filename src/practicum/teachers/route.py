@@ -15,7 +15,7 @@ from practicum.user_code import encodable
 
 
 class UnfitRow(DataError):
-    """A row without what route.by or a teacher's before names; `fault` is what it has instead."""
+    """A row without what route.by or a teacher's prompt_prefix names; `fault` is what it has instead."""
 
     def __init__(self, prompt: Prompt, fault: str, reader: str) -> None:
         self.fault = fault
@@ -35,7 +35,7 @@ def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: in
         raise DataError(
             f"{prompt} has the {route.by} {value!r}, and there is no teacher {missing[0]!r}: "
             f"the teachers are {', '.join(teachers)}.\n"
-            f"  → set route.to: {{{value}: …}} to one of them."
+            f"  → set route.map: {{{value}: …}} to one of them."
         )
     return _draw(weights, seed, prompt.uid)
 
@@ -51,7 +51,7 @@ def routed_value(prompt: Prompt, route: Route) -> str:
 
 def before_text(teacher: Teacher, prompt: Prompt) -> str:
     """What the teacher reads before the prompt, filled in from the prompt's row; empty if nothing."""
-    text = teacher.before or ""
+    text = teacher.prompt_prefix or ""
     values = {field: _field(prompt, field) for field in fields_of(text)}
     return encodable(fill(text, values))
 
@@ -68,11 +68,11 @@ def _draw(weights: Mapping[str, float], seed: int, uid: int) -> str:
 
 def _field(prompt: Prompt, field: str) -> str:
     if field != "answer":
-        return _column(prompt, field, "before")
+        return _column(prompt, field, "prompt_prefix")
     try:
         return answer_text(prompt.answer)
     except DataError:
-        raise UnfitRow(prompt, f"the answer {prompt.answer!r}", "before") from None
+        raise UnfitRow(prompt, f"the answer {prompt.answer!r}", "prompt_prefix") from None
 
 
 def _column(prompt: Prompt, column: str, reader: str) -> str:

@@ -212,7 +212,7 @@ def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> N
 
 def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
     """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
-    if len(recipe.teachers) == 1 and all(t.before is None for t in recipe.teachers.values()):
+    if len(recipe.teachers) == 1 and all(t.prompt_prefix is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)
     lengths, targets = dict.fromkeys(recipe.teachers, 0), products(recipe.teachers)
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)

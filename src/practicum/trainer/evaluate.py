@@ -125,7 +125,7 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
 
 
 def _with_model(recipe: Recipe, model: str) -> Recipe:
-    spec = recipe.model.model_copy(update={"path": model, "make": None, "lora": None})
+    spec = recipe.model.model_copy(update={"path": model, "random_init": None, "lora": None})
     return recipe.model_copy(update={"model": spec})
 
 

@@ -216,10 +216,10 @@ def _warnings(model: Model, train: Train, *, replays: bool, by_rewards_alone: bo
             f"{who} can't be recorded and replayed: near a tie the learner may take other experts than the "
             "engine took"
         )
-    if model.make is not None and by_rewards_alone:
+    if model.random_init is not None and by_rewards_alone:
         warnings.append(
-            "the student starts with random weights (model.make) and learns from rewards alone: answers that "
-            "earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: supervised, "
-            "algorithm.advantage: none) and set model.path to that run"
+            "the student starts with random weights (model.random_init) and learns from rewards alone: "
+            "answers that earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: "
+            "supervised, algorithm.advantage: none) and set model.path to that run"
         )
     return warnings

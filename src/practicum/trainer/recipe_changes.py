@@ -27,7 +27,7 @@ MAY_CHANGE = (
 """Keys that a resumed run may set differently, because no step depends on them (steps: in no decay)."""
 
 _FIXED = {
-    "model.make": "the checkpoint holds the weights of another model",
+    "model.random_init": "the checkpoint holds the weights of another model",
     "model.lora": "the checkpoint holds an adapter of the other kind",
     "model.path": "the weights are the checkpoint's",
     "model.tokenizer": "the model was trained with the tokens of the other one",

@@ -173,7 +173,7 @@ class StepSampler:
             later["groups/short"] = needed - len({key.prompt for key in step.batch.keys})
         step.metrics = self._metrics(step, groups) | step.metrics | later
         if "teachers" in self.plan and (hidden := step.rollout.hidden.take()) is not None:
-            step.metrics["teachers/hidden"] = hidden
+            step.metrics["teachers/overlap_fraction"] = hidden
 
     def _roll_out(self, step: SampledStep, prompts: list[Prompt]) -> list[Group]:
         """Roll out and reward these prompts. Return the groups, with their rewards in the tags."""
@@ -247,7 +247,7 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
     parts = ((name, x) for t, _ in judged for name, x in (t.reward_parts or {}).items())
     out |= mean_by_name((f"reward/part/{name}", x) for name, x in parts)
     if flat := [group.is_flat for group in groups if group.rewards()]:
-        out["groups/flat"] = statistics.fmean(flat)
+        out["groups/zero_variance"] = statistics.fmean(flat)
     return out
 
 

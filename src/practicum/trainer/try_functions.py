@@ -129,7 +129,7 @@ def _try(
             result = call(PolicyInputs(leaf, values_N - 0.1, others_N, mask_N, _SESSION_N, *clips))
             return _fault(result, "loss_N", leaf)
         case "kl_estimator" | "sampled_divergence":
-            through_loss = distill is not None and distill.through == "loss"
+            through_loss = distill is not None and distill.apply_as == "loss"
             in_loss = algorithm.kl.place == "loss" if kind == "kl_estimator" else through_loss
             given = leaf if in_loss else values_N
             return _fault(call(given), "", given)

@@ -80,7 +80,7 @@ def test_what_teachers_taught_is_replayed_by_teacher(tmp_path: Path, signal: str
     for seed, name in enumerate(names):
         save_teacher(tmp_path / name, seed=seed, hidden=48 if name == "wide" else 32)
     teachers = {name: {"model": str(tmp_path / name)} for name in names}
-    route = {"by": "task", "to": {"copy": "small", "compare": "wide"}}
+    route = {"by": "task", "map": {"copy": "small", "compare": "wide"}}
     distill = {"signal": signal, "divergence": "k3" if signal == "sampled" else "reverse_kl"}
     recipe = teachers_recipe(teachers=teachers, route=route, distill=distill, track={"record": "all"})
     path = tmp_path / "recipe.yaml"

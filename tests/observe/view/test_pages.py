@@ -51,10 +51,10 @@ def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     teachers = {name: {"model": save_teacher(root / name, seed=seed)} for seed, name in enumerate("ab")}
     sections: dict[str, Any] = {
         "teachers": teachers,
-        "route": {"by": "task", "to": {"copy": "a", "compare": "b"}, "measure_every": 1},
+        "route": {"by": "task", "map": {"copy": "a", "compare": "b"}, "measure_every": 1},
         "distill": {"divergence": "forward_kl", "signal": "top_k", "top_k": 4},
         "reward": {"weight": 1.0},
-        "rollout": {"samples": 4, "max_new_tokens": 6, "slots": 16},
+        "rollout": {"samples": 4, "max_new_tokens": 6, "max_num_seqs": 16},
         "train": {"steps": 6, "prompts": 4, "lr": 1e-3},
         "eval": {"rows": 4, "every": 2},
         "expected": {"metric": "eval/greedy", "at_least": 0.5},

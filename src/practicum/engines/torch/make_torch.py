@@ -40,7 +40,7 @@ class TorchKind:
         weights: WeightSource | None = None,
     ) -> TorchEngine:
         context = rollout.context_for(context_length(model))
-        return TorchEngine(model, slots=rollout.slots, context=context)
+        return TorchEngine(model, slots=rollout.max_num_seqs, context=context)
 
     def share_order(self, engines: Sequence[Engine]) -> None:
         share_order(engine.thread for engine in engines if isinstance(engine, TorchEngine))

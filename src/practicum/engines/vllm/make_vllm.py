@@ -42,7 +42,7 @@ class VllmKind:
     def for_rollout(
         self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
     ) -> Engine:
-        slots, context = rollout.slots, rollout.context_for(context_length(model))
+        slots, context = rollout.max_num_seqs, rollout.context_for(context_length(model))
         folder = TemporaryDirectory(prefix="practicum-vllm-")
         more: dict[str, Any] = {"context": context, "slots": slots, "threads": torch.get_num_threads()}
         if self.takes_adapter(model):  # vLLM reads the base, and adapters are sent

@@ -39,7 +39,7 @@ def check_algorithm(recipe: Recipe) -> Iterator[RecipeError]:
             advice = "nothing is left to learn from: raise it, or add teachers and distill"
             yield RecipeError("reward.weight", "0 without distill", "greater than 0", advice)
         elif algorithm.kl.place == "reward" and not estimates:
-            found = f"reward with reward.weight 0 and distill.through {recipe.distill.through}"
+            found = f"reward with reward.weight 0 and distill.apply_as {recipe.distill.apply_as}"
             yield RecipeError("algorithm.kl.place", found, "loss or off", "no reward is learnt from then")
     if recipe.corrects_mismatch:
         yield from _mismatch(algorithm, recipe)
@@ -146,7 +146,7 @@ def _lag(recipe: Recipe, lag: int) -> Iterator[RecipeError]:
         advice = "the KL is of the current student: the engine's logprobs are of older weights"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
     if recipe.distils_by_loss and recipe.distill is not None and recipe.distill.signal == "sampled":
-        found = f"sampled {with_lag} and distill.through loss"
+        found = f"sampled {with_lag} and distill.apply_as loss"
         advice = (
             "an estimate from one token is of the weights that sampled it: use top_k or full, whose "
             f"divergence is of the current student, or through advantage and {_WEIGH}"

@@ -15,7 +15,7 @@ from practicum.recipe.schema.runtime_section import Pool
 def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
     """Yield every problem of the engines that sample and score."""
     rollout, model, teachers = recipe.rollout, recipe.model, recipe.teachers
-    traits, make = model_traits(model), model.make
+    traits, make = model_traits(model), model.random_init
     student_heads = _folder_heads(model.path) if make is None else (make.heads, make.kv_heads)
     yield from _computes("rollout", rollout, "model.dtype", model.dtype, traits.vision, student_heads)
     if recipe.on_ray and rollout.engine_devices > 1:

@@ -12,7 +12,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Distill, Teacher
 
 _REACHED_BY = (["model"], ["model", "url"], ["adapter"], ["model", "adapter"], ["student"])
-_IDENTITY = ("model", "adapter", "url", "student", "before", "tokenizer", "dtype")
+_IDENTITY = ("model", "adapter", "url", "student", "prompt_prefix", "tokenizer", "dtype")
 
 
 def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
@@ -51,10 +51,10 @@ def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
     yield from check_url(path, teacher.url)
     yield from check_device(path, teacher.device)
     try:
-        fields_of(teacher.before or "")
+        fields_of(teacher.prompt_prefix or "")
     except ValueError as error:
         expected = "{answer} or columns in braces, and {{ }} for braces"
-        yield RecipeError(f"{path}.before", str(error), expected)
+        yield RecipeError(f"{path}.prompt_prefix", str(error), expected)
 
 
 def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
@@ -65,7 +65,7 @@ def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
         twin = seen.setdefault(identity, name)
         if twin != name and (teacher.model or teacher.adapter or teacher.url or teacher.student):
             expected = f"teachers that differ in {', '.join(_IDENTITY[:-1])} or {_IDENTITY[-1]}"
-            advice = f"remove {name}, and let route.to send its prompts to {twin}"
+            advice = f"remove {name}, and let route.map send its prompts to {twin}"
             yield RecipeError(f"teachers.{name}", f"the same teacher as {twin}", expected, advice)
 
 

@@ -54,32 +54,32 @@ def _sections(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _model(model: Model, max_new_tokens: int) -> Iterator[RecipeError]:
-    make = model.make
+    make = model.random_init
     if (model.path is None) == (make is None):
         found = "neither path nor make" if make is None else "both path and make"
-        advice = "set model.path to a folder or hub name, or model.make to {} for a tiny model"
+        advice = "set model.path to a folder or hub name, or model.random_init to {} for a tiny model"
         yield RecipeError("model", found, "exactly one of path and make", advice)
     yield from check_device("model", model.device)
     if make is None:
         return
     if max_new_tokens >= make.context:
         found = f"{max_new_tokens} in a context of {make.context} tokens"
-        advice = "lower it, or raise model.make.context: the prompt needs room too"
-        yield RecipeError("rollout.max_new_tokens", found, "less than model.make.context", advice)
+        advice = "lower it, or raise model.random_init.context: the prompt needs room too"
+        yield RecipeError("rollout.max_new_tokens", found, "less than model.random_init.context", advice)
     if make.family in ("gpt2", "qwen2_5_vl") and make.hidden % make.heads:
         found = f"{make.hidden} with {make.heads} heads"
-        yield RecipeError("model.make.hidden", found, "a multiple of model.make.heads")
+        yield RecipeError("model.random_init.hidden", found, "a multiple of model.random_init.heads")
     width = make.hidden // make.heads
     if make.family == "qwen2_5_vl" and (width % 2 or width < 6):
         found = f"{make.hidden} with {make.heads} heads, of {width} each"
         expected = "heads of an even width of 6 or more (positions have three axes)"
-        yield RecipeError("model.make.hidden", found, expected)
+        yield RecipeError("model.random_init.hidden", found, expected)
     if make.family not in ("gpt2", "qwen2_5_vl") and make.head_dim % 2:
         expected = "an even number (rotary positions turn pairs)"
-        yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
+        yield RecipeError("model.random_init.head_dim", str(make.head_dim), expected)
     if make.family == "qwen3_5" and make.head_dim % 8:
         expected = "a multiple of 8 (a quarter of a head turns with the position)"
-        yield RecipeError("model.make.head_dim", str(make.head_dim), expected)
+        yield RecipeError("model.random_init.head_dim", str(make.head_dim), expected)
 
 
 def _task(path: str, task: Task) -> Iterator[RecipeError]:
@@ -98,11 +98,11 @@ def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterato
     if train.autocast != "off" and dtype == "float64":
         found = f"{train.autocast} with model.dtype float64"
         yield RecipeError("train.autocast", found, "off, or float32 weights")
-    size = train.minibatch_rows
+    size = train.minibatch_size
     if size is not None and train.minibatches != 1:
         found = f"{size} with train.minibatches {train.minibatches}"
         advice = "say how many optimizer steps there are, or how many rows each takes"
-        yield RecipeError("train.minibatch_rows", found, "one of the two", advice)
+        yield RecipeError("train.minibatch_size", found, "one of the two", advice)
     elif train.minibatches > sessions:
         found = f"{train.minibatches} with {sessions} sessions per step"
         advice = "raise train.prompts or rollout.samples, or lower it"
@@ -110,7 +110,7 @@ def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterato
     if size is not None and rows is not None and size > rows:
         found = f"{size} with {rows} rows per step"
         advice = "lower it, leave it out for one optimizer step, or raise train.prompts"
-        yield RecipeError("train.minibatch_rows", found, f"at most {rows}", advice)
+        yield RecipeError("train.minibatch_size", found, f"at most {rows}", advice)
     if 0 < train.steps < train.warmup_steps:
         found = f"{train.warmup_steps} of {train.steps} steps"
         yield RecipeError("train.warmup_steps", found, "at most train.steps")

@@ -19,8 +19,8 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
     distill = recipe.distill
     if distill is None:
         return
-    way = (distill.divergence, distill.signal, distill.through)
-    found = f"{distill.divergence} with signal {distill.signal}, through {distill.through}"
+    way = (distill.divergence, distill.signal, distill.apply_as)
+    found = f"{distill.divergence} with signal {distill.signal}, through {distill.apply_as}"
     if reason := why_unfit(*way):
         yield RecipeError("distill.divergence", found, "a divergence that fits signal and through", reason)
     elif reason := why_dead(*way):
@@ -32,22 +32,22 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
         advice = "tokens that are never sampled bias it: sample from all of them, or use reverse_kl"
         yield RecipeError("distill.divergence", found, expected, advice)
     advantage = recipe.algorithm.advantage
-    is_judged = recipe.reward.weight != 0 or distill.through != "reward"
+    is_judged = recipe.reward.weight != 0 or distill.apply_as != "reward"
     if estimator_traits(advantage).greedy_baseline and not is_judged:
-        found = f"{advantage} with reward.weight 0 and distill.through reward"
+        found = f"{advantage} with reward.weight 0 and distill.apply_as reward"
         advice = "its baseline is the reward of a greedy answer, and nothing is judged here"
         yield RecipeError("algorithm.advantage", found, "another estimator, or a reward", advice)
     sampled, compared = recipe.rollout.temperature, recipe.compare_temperature
     if recipe.distils_by_policy and compared != sampled:
-        found = f"{compared:g} with rollout.temperature {sampled:g} and through {distill.through}"
-        advice = "an advantage or reward is of the policy that sampled: remove it, or set through: loss"
+        found = f"{compared:g} with rollout.temperature {sampled:g} and through {distill.apply_as}"
+        advice = "an advantage or reward is of the policy that sampled: remove it, or set apply_as: loss"
         yield RecipeError("distill.temperature", found, "unset, or rollout.temperature", advice)
     remote = next((name for name, teacher in recipe.teachers.items() if teacher.url is not None), None)
     if remote is not None and distill.signal == "full":
         advice = "a server returns no hidden states: set distill.signal to top_k or sampled"
         yield RecipeError("distill.signal", f"full with the URL of {remote}", "top_k or sampled", advice)
     if remote is not None and compared != 1:
-        key = "distill.temperature" if distill.through == "loss" else "rollout.temperature"
+        key = "distill.temperature" if distill.apply_as == "loss" else "rollout.temperature"
         path = "distill.temperature" if distill.temperature is not None else "rollout.temperature"
         found, advice = f"{compared:g} with the URL of {remote}", f"a server scores at 1: set {key}: 1.0"
         yield RecipeError(path, found, "a comparison at temperature 1", advice)

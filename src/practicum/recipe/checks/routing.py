@@ -12,8 +12,8 @@ from practicum.recipe.text.type_text import nearest
 
 
 def destinations(route: Route, value: str) -> dict[str, float]:
-    """Teachers that take a value, with weights; a value that route.to does not list names its teacher."""
-    teacher = route.to.get(value, value)
+    """Teachers that take a value, with weights; a value that route.map does not list names its teacher."""
+    teacher = route.map.get(value, value)
     return {teacher: 1.0} if isinstance(teacher, str) else teacher
 
 
@@ -56,10 +56,10 @@ def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[Recip
 
 
 def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
-    """Entries of route.to that send prompts to nobody."""
+    """Entries of route.map that send prompts to nobody."""
     known = ", ".join(teachers)
-    for value, to in route.to.items():
-        path = f"route.to.{value}"
+    for value, to in route.map.items():
+        path = f"route.map.{value}"
         if not to:
             yield RecipeError(path, "nobody", f"a teacher, or weights of several: {known}")
         for name, weight in destinations(route, value).items():
@@ -89,21 +89,21 @@ def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]
         if missing := [name for name in destinations(route, value) if name not in teachers]:
             names = ", ".join(name for name in of_task if of_task[name] == value)
             found = f"no teacher for the {by} {value!r} of {names}"
-            expected = f"a teacher named {value}, or an entry of route.to for {value}"
-            advice = _meant(missing, teachers) or f"set route.to: {{{value}: {' or '.join(teachers)}}}"
-            yield RecipeError("route.to", found, expected, advice)
+            expected = f"a teacher named {value}, or an entry of route.map for {value}"
+            advice = _meant(missing, teachers) or f"set route.map: {{{value}: {' or '.join(teachers)}}}"
+            yield RecipeError("route.map", found, expected, advice)
     if None in of_task.values():  # rows may bring other values
         return
     reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     for name in teachers:
         if name not in reached:
             found = f"a teacher that no prompt goes to (by {by}: {', '.join(values)})"
-            advice = f"remove it, or let route.to send it the prompts of a {by}"
+            advice = f"remove it, or let route.map send it the prompts of a {by}"
             yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
-    for value in route.to:
+    for value in route.map:
         if value not in values:
             advice, expected = _meant([value], values) or "remove it", f"one of {', '.join(values)}"
-            yield RecipeError(f"route.to.{value}", f"a {by} of no task", expected, advice)
+            yield RecipeError(f"route.map.{value}", f"a {by} of no task", expected, advice)
 
 
 def _meant(words: Iterable[str], among: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ else:
     KlName = Literal[KL_NAMES] | OwnName
     AggregationName = Literal[AGGREGATION_NAMES] | OwnName
 
-_WITHOUT_REWARD = "with reward.weight 0 and distill.through {0.distill.through}"
+_WITHOUT_REWARD = "with reward.weight 0 and distill.apply_as {0.distill.apply_as}"
 ESTIMATES = read_if(
     lambda recipe: recipe.is_supervised or recipe.distill is None or recipe.has_advantage_estimator,
     _WITHOUT_REWARD,

@@ -35,7 +35,7 @@ _BESIDE = read_if(
     "rewards that are learnt from are in the metrics anyway: remove it",
 )
 _JUDGED = read_if(
-    lambda r: r.computes_reward or r.evaluates, "while no answer is judged", "set reward.watch: true"
+    lambda r: r.computes_reward or r.evaluates, "while no answer is judged", "set reward.log_only: true"
 )
 _FOR_SOME_TASK = read_if(
     lambda r: any(task.rewards is None for task in r.tasks.values()), "as tasks have theirs", refused=False
@@ -100,9 +100,10 @@ class Model(Held):
     """The student: where its weights come from and how they are held."""
 
     path: str | None = key(
-        None, "Folder in HuggingFace format, hub name, run folder or checkpoint; path or make is needed."
+        None,
+        "Folder in HuggingFace format, hub name, run folder or checkpoint. Set path or random_init.",
     )
-    make: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
+    random_init: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
     tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
     lora: Lora | None = key(None, "Train a LoRA adapter on the model in place of its weights (extra lora).")
 
@@ -129,7 +130,7 @@ class Reward(Section):
     weight: float = key(
         1.0, "Weight of what is learnt from rewards, beside distill.weight.", _ON_POLICY, ge=0
     )
-    watch: bool = key(
+    log_only: bool = key(
         False, "Judge answers for the metrics even if nothing is learnt from it.", _ON_POLICY, _BESIDE
     )
 
@@ -178,7 +179,7 @@ class Train(Section):
     prompts: int = key(32, "Prompts (demonstrations, if supervised) per step.", ge=1)
     epochs: int = key(1, "Passes over a step's batch.", ge=1)
     minibatches: int = key(1, "Optimizer steps in one pass over the batch.", ge=1)
-    minibatch_rows: int | None = key(
+    minibatch_size: int | None = key(
         None, "Rows of one optimizer step, in place of minibatches: their number follows the batch's.", ge=1
     )
     lr: float = key(1e-4, "Peak learning rate.", gt=0)
@@ -196,7 +197,7 @@ class Train(Section):
     weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
-    clip_norm: float | None = key(1.0, "Clip the global gradient norm; off if null.", gt=0)
+    max_grad_norm: float | None = key(1.0, "Clip the global gradient norm; off if null.", gt=0)
     microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
     gradient_checkpointing: bool = key(False, "Recompute activations to save memory.")
@@ -309,7 +310,7 @@ class Recipe(Section):
             baselines=train.prompts if estimator_traits(self.algorithm.advantage).greedy_baseline else 0,
             epochs=train.epochs,
             minibatches=train.minibatches,
-            minibatch_rows=train.minibatch_rows,
+            minibatch_size=train.minibatch_size,
             refills=self.refills,
         )
 
@@ -344,17 +345,17 @@ class Recipe(Section):
 
     @property
     def computes_reward(self) -> bool:
-        return self.uses_reward or (self.reward.watch and not self.is_supervised)
+        return self.uses_reward or (self.reward.log_only and not self.is_supervised)
 
     @property
     def distils_by_loss(self) -> bool:
         """A divergence from the teachers is back-propagated."""
-        return self.distill is not None and self.distill.through == "loss"
+        return self.distill is not None and self.distill.apply_as == "loss"
 
     @property
     def distils_by_policy(self) -> bool:
         """Teachers change each token's advantage or reward."""
-        return self.distill is not None and self.distill.through != "loss"
+        return self.distill is not None and self.distill.apply_as != "loss"
 
     @property
     def has_policy_loss(self) -> bool:
@@ -364,7 +365,7 @@ class Recipe(Section):
     @property
     def has_advantage_estimator(self) -> bool:
         """algorithm.advantage is used."""
-        through_reward = self.distill is not None and self.distill.through == "reward"
+        through_reward = self.distill is not None and self.distill.apply_as == "reward"
         return not self.is_supervised and (self.uses_reward or through_reward)
 
     @property

@@ -15,7 +15,19 @@ _MISMATCH = "set algorithm.mismatch.cap: ratios above it become it"
 _RETRIES = "remove it: a failed request is sent up to 4 times within deadline_s"
 _START = "remove it: a process has half an hour to load its model"
 _DEVICES = "remove it, or set engine to vllm and vllm.tensor_parallel: other processes have one device"
+_RENAMED = {
+    "agent.calls": "agent.tool_call_format",
+    "distill.through": "distill.apply_as",
+    "model.make": "model.random_init",
+    "reward.watch": "reward.log_only",
+    "rollout.slots": "rollout.max_num_seqs",
+    "route.to": "route.map",
+    "teachers.*.before": "teachers.*.prompt_prefix",
+    "train.clip_norm": "train.max_grad_norm",
+    "train.minibatch_rows": "train.minibatch_size",
+}
 REMOVED = {
+    **{old: f"rename it to {new.rpartition('.')[2]}" for old, new in _RENAMED.items()},
     "agent.tools.*.isolation": "remove it: the tool python always runs in bubblewrap",
     "async": "set rollout.lag instead of async.lag",
     **{f"checks.{name}": _CHECKS for name in _CHECK_NAMES.split()},
@@ -51,13 +63,13 @@ REMOVED = {
     **dict.fromkeys(("eval.temperature", "eval.pass_threshold"), _EVAL),
     "model.lora.dropout": "remove it: sampling and training must see one distribution",
     "model.lora.init": "remove it: the first matrix is drawn as PEFT does by default",
-    "rollout.keep_tokens": "remove it: the engine keeps as many tokens as its slots hold",
+    "rollout.keep_tokens": "remove it: the engine keeps max_num_seqs × context tokens",
     "rollout.repeatable": "remove it: every run repeats bit for bit",
     "runtime.store_s": "remove it: the store has a minute, or runtime.stage_s if that is less",
     "runtime.teachers_host_gb": "remove it: models that do not fit runtime.teachers_gb sleep in host memory",
     "teachers.*.memory_gb": "remove it: practicum plan shows the memory of each teacher",
-    "model.make.kv_heads": "remove it: there are half as many as heads",
-    "model.make.experts_per_token": "remove it: a token takes two experts",
+    "model.random_init.kv_heads": "remove it: there are half as many as heads",
+    "model.random_init.experts_per_token": "remove it: a token takes two experts",
     "train.replay_experts": "remove it: experts are replayed if the engine reports them",
     "buffer": "set refills: 4, the further rollouts that replace groups with equal rewards",
     "train.compile": "remove it: the learner does not compile its model",

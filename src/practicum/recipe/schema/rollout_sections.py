@@ -26,7 +26,7 @@ class Rollout(EngineChoice):
     top_p: float = key(1.0, "Nucleus: smallest set with this mass; 1 = off.", _ROLLOUTS, gt=0, le=1)
     top_k: int = key(0, "Keep this many most likely tokens; 0 = all.", _ROLLOUTS, ge=0)
     stop: list[str] = key([], "Further stop tokens (each one token of the tokenizer).")
-    slots: int = key(256, "Sequences decoded at once; KV memory grows up to slots × context.", ge=1)
+    max_num_seqs: int = key(256, "Sequences decoded together; KV memory grows up to this × context.", ge=1)
     context: int | None = key(
         None, "Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.", ge=2
     )
@@ -139,7 +139,7 @@ class Agent(Section):
     tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
         [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
     )
-    calls: Literal["json", "plain"] = key(
+    tool_call_format: Literal["json", "plain"] = key(
         "json",
         'How a tool call is written: json: <tool_call>{"name": …, "arguments": …}</tool_call>; plain: '
         "[calculator: 2+3], or [2+3] if there is one tool.",

@@ -110,7 +110,7 @@ class Teacher(FrozenModel, EngineChoice):
     student: StudentCopy | None = key(
         None, "Teach by an older copy of the student itself (self-distillation)."
     )
-    before: str | None = key(
+    prompt_prefix: str | None = key(
         None, "Text before the prompt that only the teacher sees; {answer} and {column} are of the row."
     )
     target: dict[str, float] | None = key(
@@ -128,7 +128,7 @@ class Route(Section):
     """Which teacher corrects which prompt."""
 
     by: str = key("domain", "domain, task, or a column of the rows: its values name teachers.")
-    to: dict[str, str | dict[str, float]] = key(
+    map: dict[str, str | dict[str, float]] = key(
         {}, "Teacher of each value, or weights to draw it by ({a: 0.7, b: 0.3}); else the value is its name."
     )
     shares: dict[str, float] | None = key(
@@ -171,7 +171,7 @@ class Distill(Section):
     beta: float = key(
         0.5, "Teacher's weight in jsd's mixture: near 0 forward KL, near 1 reverse KL.", _JSD, gt=0, lt=1
     )
-    through: Literal["loss", "advantage", "reward"] = key(
+    apply_as: Literal["loss", "advantage", "reward"] = key(
         "loss",
         "Back-propagate the divergence (loss), or use the negative estimate k1, k2 or k3 as each token's "
         "advantage, or as its reward before the advantage estimator.",

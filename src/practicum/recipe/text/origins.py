@@ -25,7 +25,7 @@ DEFAULT = Origin("default")
 
 # Where one key takes the place of another, with the keys that make no sense without each.
 _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
-    ("model",): {"path": ("tokenizer",), "make": ()},
+    ("model",): {"path": ("tokenizer",), "random_init": ()},
     ("tasks", "*"): {
         "kind": ("options",),
         "file": ("eval_file", "map", "prompt", "answer"),
@@ -37,14 +37,14 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     },
 }
 # Mappings of the user's own names, in which null drops an entry.
-_NAMED = (("tasks",), ("teachers",), ("reward", "models"), ("route", "to"), ("route", "shares"))
+_NAMED = (("tasks",), ("teachers",), ("reward", "models"), ("route", "map"), ("route", "shares"))
 
 
 class Layers:
     """Plain data made of layers, the later over the earlier, and the origin of each leaf.
 
-    Mappings are merged, everything else is replaced; so are weights of teachers in route.to. A key that
-    takes the place of another (model.make of model.path, a task's file of its kind) removes it.
+    Mappings are merged, everything else is replaced; so are weights of teachers in route.map. A key that
+    takes the place of another (model.random_init of model.path, a task's file of its kind) removes it.
     `tasks.x: null` drops a task, and so with teachers, reward models and entries of a route.
     """
 
@@ -68,7 +68,7 @@ class Layers:
         for key, value in layer.items():
             here = (*path, key)
             old = data.get(key)
-            if isinstance(value, dict) and isinstance(old, dict) and path != ("route", "to"):
+            if isinstance(value, dict) and isinstance(old, dict) and path != ("route", "map"):
                 if value:
                     self.origins.pop(".".join(here), None)
                 self._merge(old, value, here, origin, lines)

@@ -122,7 +122,7 @@ def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[An
 def check_cluster(recipe: Recipe) -> list[str]:
     """Describe what a recipe needs of a cluster; raise a RecipeError if the ranks can't share its batch."""
     ranks, engines = recipe.data_parallel, recipe.engine_replicas
-    Cut(recipe.train.minibatches, recipe.train.minibatch_rows).multiple(ranks)
+    Cut(recipe.train.minibatches, recipe.train.minibatch_size).multiple(ranks)
     plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))
     wants = amounts(plain.cpus, plain.gpus)
     if with_gpus.gpus != plain.gpus:

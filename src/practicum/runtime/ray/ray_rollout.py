@@ -71,7 +71,7 @@ class RayWorkers:
         """`teachers_s` are the deadlines of teachers, `stage_s` that of engines that go to sleep or wake."""
         self.store, self.pools, self.engine, self.is_eval = store, pools, engine, is_eval
         self._functions, self._teachers_s, self._stage_s = functions, teachers_s, stage_s
-        self._slots, self.reward_s = rollout.slots, rollout.deadline_s
+        self._slots, self.reward_s = rollout.max_num_seqs, rollout.deadline_s
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
         pool = self.pools.rollout

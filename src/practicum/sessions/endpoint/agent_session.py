@@ -350,7 +350,7 @@ class AgentSession:
             turn.text,
             turn.finish,
             request,
-            session.agent.calls,
+            session.agent.tool_call_format,
             prompt_tokens=len(trajectory) - len(turn.tokens),
             completion_tokens=len(turn.tokens),
         )

@@ -97,7 +97,7 @@ async function curves(place, context) {
       more: expected && h("span", { class: "muted more" }, expected),
       none: "No evaluation yet (eval.every, eval.greedy).", onpick: onpick(score[0] ?? "eval") },
     ...(wanted[0].reward.length || !wanted[0].other.length ? [{ ...common, title: "reward, mean ± spread", about: "mean of the rolled-out sessions, with the standard deviation of all", curves: lines("reward", (name) => name.slice("reward/mean/".length)), floor: true,
-      none: "Answers are not judged in this recipe (reward.weight is 0; reward.watch judges them all the same).", onpick: onpick("reward/mean") }] : [{ ...common, title: "train/loss", curves: lines("loss", () => ""), onpick: onpick("train/loss") }]),
+      none: "Answers are not judged in this recipe (reward.weight is 0; reward.log_only judges them all the same).", onpick: onpick("reward/mean") }] : [{ ...common, title: "train/loss", curves: lines("loss", () => ""), onpick: onpick("train/loss") }]),
     ...(wanted[0].kl.length ? [{ ...common, title: "KL to teachers", unit: "nats", about: "k1 estimate of KL(student ‖ teacher), mean over tokens", curves: lines("kl", (name) => name.split("/").slice(1, -1).join("/")),
       onpick: onpick("kl") }] : []),
     ...(wanted[0].stale.length ? [{ ...common, title: "sample size of stale rows", about: "effective sample size of the ratios student / sampling policy: 1 if nothing has moved (rollout.lag)", curves: lines("stale", () => ""), onpick: onpick("train/ratio") }] : []),
