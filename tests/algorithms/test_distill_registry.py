@@ -13,7 +13,7 @@ from .batches import PAIRS
 
 NAMES = get_args(Divergence)
 SIGNALS = get_args(Distill.model_fields["signal"].annotation)
-WAYS = get_args(Distill.model_fields["through"].annotation)
+WAYS = get_args(Distill.model_fields["apply_as"].annotation)
 
 
 def test_through_the_loss_fits_exactly_what_can_be_computed() -> None:
