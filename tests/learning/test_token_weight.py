@@ -24,7 +24,7 @@ def test_weighted_tokens_are_divided_by_their_weights(loss: str, aggregation: st
         drawn = torch.rand(len(mask), generator=draws) * (torch.rand(len(mask), generator=draws) < 0.7)
         rows.append(torch.where(mask, drawn, torch.full_like(drawn, inserted)))
     batch = replace(batch, token_weight=Ragged.from_rows(rows))
-    train = Train(steps=1, lr=1e-3, clip_norm=None)
+    train = Train(steps=1, lr=1e-3, max_grad_norm=None)
     mine, metrics = learn(model, batch, train, Algorithm(loss=loss, aggregation=aggregation))
 
     summed: dict[int, float] = {}

@@ -116,8 +116,15 @@ class PythonRunner:
         command, environment = _command(self.limits), _environment()
         try:
             # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
-            files: Any = {"stdin": source, "stdout": stdout, "stderr": stderr}
-            process = subprocess.Popen(command, **files, cwd="/", env=environment, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                stdin=source,
+                stdout=stdout,
+                stderr=stderr,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
         except OSError as error:
             raise EngineError(f"the Python tool did not start: {error}") from error
         self._running.add(process)
