@@ -26,7 +26,7 @@ def test_importing_practicum_imports_little_and_loading_a_recipe_no_torch():
     code = (
         "import sys, practicum as pr\n"
         "print([m for m in ('torch', 'pydantic', 'yaml', 'practicum.api') if m in sys.modules])\n"
-        "pr.load_recipe({'name': 'a', 'model': {'make': {}}, 'tasks': {'sort': {'kind': 'sort'}}})\n"
+        "pr.load_recipe({'name': 'a', 'model': {'random_init': {}}, 'tasks': {'sort': {'kind': 'sort'}}})\n"
         "print([m for m in ('torch', 'practicum.api') if m in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
