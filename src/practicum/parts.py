@@ -10,7 +10,15 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
-from practicum.algorithms.advantages import AdvantageInputs, AdvantageResult, session_scores, to_tokens
+from practicum.algorithms.advantages import (
+    AdvantageInputs,
+    AdvantageResult,
+    discounted_returns,
+    group_scores,
+    session_scores,
+    to_tokens,
+    whiten,
+)
 from practicum.algorithms.aggregation import session_count
 from practicum.algorithms.divergences import Buckets, BucketTerms
 from practicum.algorithms.losses import PolicyInputs, PolicyTerms, policy_terms, token_log_ratios
@@ -18,6 +26,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import Field
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.dataplane.stages import OwnStage
+from practicum.engines.protocol import Counter, GenerateRequest, Sampling
 from practicum.recipe.algorithm_traits import (
     ESTIMATOR_OPTIONS,
     LOSS_OPTIONS,
@@ -25,6 +34,7 @@ from practicum.recipe.algorithm_traits import (
     LossTraits,
 )
 from practicum.recipe.schema.recipe import Recipe, Train
+from practicum.rewards.score_functions import RewardFunctions, RewardSample
 from practicum.roles.run_stage import StepInfo
 from practicum.tasks.draws import Draws
 from practicum.tasks.procedural import Example, Option, Procedural, Settings
@@ -36,19 +46,26 @@ __all__ = [
     "BucketTerms",
     "Buckets",
     "Columns",
+    "Counter",
     "Draws",
     "Example",
     "Field",
+    "GenerateRequest",
     "Option",
     "PolicyInputs",
     "PolicyTerms",
     "Procedural",
     "Ragged",
     "Recipe",
+    "RewardFunctions",
+    "RewardSample",
+    "Sampling",
     "Settings",
     "StepInfo",
     "Train",
     "advantage",
+    "discounted_returns",
+    "group_scores",
     "policy_loss",
     "policy_terms",
     "session_count",
@@ -56,6 +73,7 @@ __all__ = [
     "stage",
     "to_tokens",
     "token_log_ratios",
+    "whiten",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,7 +7,7 @@ exactly 0, free of rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +37,8 @@ class AdvantageInputs:
     `token_rewards_N` holds all rewards: the outcome at a session's last sampled token, per-token
     rewards, KL penalties. A session's score is their sum over its sampled tokens. `group_S` numbers
     the prompts, `baseline_S` is the greedy reward of each session's prompt (remax), `values_N` the
-    critic's (gae).
+    critic's (gae). `parts_S` holds what each reward function and model said of the sessions, before
+    its weight; NaN where a session's task does not have it.
     """
 
     token_rewards_N: Tensor
@@ -49,6 +50,7 @@ class AdvantageInputs:
     gamma: float = 1.0
     lam: float = 1.0
     whiten: bool = True
+    parts_S: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ _FIELDS = (
     Field("advantages", "float32", "response", "advantages", "what each token is worth", "zero"),
     Field("returns", "float32", "response", "advantages", "what the critic should have said", "zero"),
     Field("token_weight", "float32", "response", "the user", "factor of the token in the loss", "zero"),
+    Field("teacher_weight", "float32", "response", "the user", "factor of the teacher's term alone", "zero"),
 )
 _BYTES = {
     **dict.fromkeys(("int64", "float64"), 8),

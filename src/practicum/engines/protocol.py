@@ -174,6 +174,10 @@ class Scorer(Protocol):
         """Return logprobs of ids[start:], each given all before it, and what the options ask for."""
         ...
 
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one response."""
+        raise EngineError("this model scores answers, and samples none")
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take these weights; what was computed with older ones is never used again."""
         raise EngineError("this model does not take weights")
@@ -233,10 +237,6 @@ class Engine(Scorer, Sleeper, Protocol):
     version: int
     model: Any = None
     """The model object that it computes with, if that is in this process."""
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one response."""
-        ...
 
     def sleep(self) -> Memory: ...
 

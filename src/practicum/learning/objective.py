@@ -90,6 +90,8 @@ class DistillSettings:
             needed |= {"teacher_topk_ids": teachers.topk_ids, "teacher_topk_logprobs": teachers.topk_logprobs}
         elif self.by_loss and self.distill.signal == "full":
             needed["teacher_hidden"] = teachers.hidden
+        if self.by_loss and teachers.weight is not None:
+            needed["teacher_weight"] = teachers.weight
         columns = {}
         for name, column in needed.items():
             if column is None or column.lengths != lengths:
@@ -282,7 +284,9 @@ def token_losses(
     if teaching is not None:
         taught = teaching.token_losses(found, columns, means)
         if taught.loss_M is not None:
-            loss_M = loss_M + teaching.distill.weight * taught.loss_M
+            factor = teaching.distill.weight
+            factor = factor * columns["teacher_weight"] if "teacher_weight" in columns else factor
+            loss_M = loss_M + factor * taught.loss_M
         numbers |= {"teacher_kl": taught.kl_M, "teacher_overlap": taught.overlap_M}
         numbers |= {"teacher_entropy_gap": taught.entropy_gap_M, "teacher_loss": taught.loss_M}
     if algorithm.entropy > 0:

@@ -49,6 +49,8 @@ class TeacherColumns:
     topk_ids: Ragged | None = None
     topk_logprobs: Ragged | None = None
     hidden: Ragged | None = None
+    weight: Ragged | None = None
+    """Factor of each token's divergence in the loss; other terms and all denominators stay."""
 
 
 @dataclass(frozen=True, slots=True)

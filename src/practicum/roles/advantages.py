@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,13 @@ class AdvantageRole:
         names = [key[:2] for key in batch.keys]
         session_N = dense_ids(names)[0].repeat_interleave(torch.tensor(mask.lengths))
         prompts = [prompt for prompt, _ in dict.fromkeys(names)]
-        advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
+        parts = dict(zip(names, (tags.reward_parts or {} for tags in batch.tags), strict=True))
+        parts_S = {
+            name: torch.tensor([session.get(name, math.nan) for session in parts.values()])
+            for name in dict.fromkeys(name for session in parts.values() for name in session)
+        }
+        estimated = self._estimate(columns, mask.values, session_N, prompts, parts_S, step)
+        advantages_N, returns_N, stats = estimated
         mismatch = self.algorithm.mismatch
         if mismatch.weights != "off":
             # A policy loss grows as its advantage does, so weighed advantages weigh the loss. What the critic
@@ -86,6 +94,7 @@ class AdvantageRole:
         mask_N: Tensor,
         session_N: Tensor,
         prompts: list[int],
+        parts_S: dict[str, Tensor],
         step: StepInfo,
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
@@ -119,6 +128,7 @@ class AdvantageRole:
                 values_N=columns.ragged("values").values if "values" in columns else None,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
+                parts_S=parts_S,
             )
         )
         if algorithm.kl.place != "reward" and not in_reward:
@@ -146,6 +156,8 @@ class AdvantageRole:
         teacher_N = columns.ragged("teacher_logprobs").values
         kl_N = token_kl(distill.divergence, student_N, teacher_N, mask_N, part="sampled_divergence")
         stats = {"teacher_kl": float(kl_N[mask_N].mean())} if mask_N.any() else {}
+        if "teacher_weight" in columns:
+            kl_N = kl_N * columns.ragged("teacher_weight").values
         return -distill.weight * kl_N, stats
 
     def _penalise(

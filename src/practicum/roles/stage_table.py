@@ -183,9 +183,13 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     for use in recipe.stages:
         own = find_part("stage", use, of=OwnStage)
         _insert(stages, own.spec(use), own.after)
-    if any("token_weight" in stage.writes for stage in stages):
-        place = next(i for i, stage in enumerate(stages) if stage.name == "update_student")
-        stages[place] = replace(stages[place], reads=(*stages[place].reads, "token_weight"))
+    readers = {"token_weight": "update_student"}
+    if distill is not None:
+        readers["teacher_weight"] = "advantages" if by_policy else "update_student"
+    for name, reader in readers.items():
+        if any(name in stage.writes for stage in stages):
+            place = next(i for i, stage in enumerate(stages) if stage.name == reader)
+            stages[place] = replace(stages[place], reads=(*stages[place].reads, name))
     return stages
 
 

@@ -6,9 +6,10 @@ rollout: each that has rows is woken once, while the student's engines sleep (`R
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -18,13 +19,14 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from practicum.algorithms.token_logprobs import logprobs_at, scaled_logits
+from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all, in_thread
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from practicum.engines.protocol import GenerateRequest, ScoreOptions, ScoreRequest, Scores
 from practicum.errors import TeacherError
 from practicum.learning.learner import Learner
 from practicum.learning.minibatches import spread_evenly
@@ -37,7 +39,9 @@ from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, top_k
 from practicum.teachers.route import before_text
+from practicum.teachers.teacher_scorer import TeacherScorer
 
+T = TypeVar("T")
 _WAKE_S = 60.0
 """Seconds for waking models, beside the deadlines of their rows."""
 _ROUNDING = 0.01
@@ -112,6 +116,33 @@ class TeacherRole:
         scaled_RV = scaled_logits(own_RV, self.options.temperature)
         logprobs_R = logprobs_at(scaled_RV, response_R.to(scaled_RV.device).unsqueeze(1)).squeeze(1).cpu()
         return replace(parts[0], logprobs=logprobs_R, hidden=hidden_RH)
+
+    def logprobs_by(self, name: str, batch: BatchRef, columns: Columns, step: StepInfo) -> Ragged:
+        """Return a teacher's logprobs of the tokens of any rows, for stages of users.
+
+        `columns` has their prompt_ids and response_ids.
+        """
+        tags = tuple(replace(tags, teacher=name) for tags in batch.tags)
+        rows = self._rows(replace(batch, tags=tags), columns, step.prompts).values()
+        options = replace(self.options, top_k=0, hidden=False)
+        scores = self._ask(name, lambda teacher: (teacher.score(row, options) for row in rows))
+        return Ragged.from_rows([score.logprobs for score in scores])
+
+    def answers_by(self, name: str, requests: Sequence[GenerateRequest]) -> list[list[int]]:
+        """Return the tokens that a teacher samples, for stages of users."""
+        answers = self._ask(name, lambda teacher: (teacher.generate(request) for request in requests))
+        return [answer.tokens.tolist() for answer in answers]
+
+    def _ask(self, name: str, work: Callable[[TeacherScorer], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
+        """Have a teacher do work outside of its stage, and wait for it."""
+        if name not in self.loaded.scorers or name in self.loaded.targets:
+            raise TeacherError(f"a stage can ask colocated teachers without a target, and {name} is none")
+
+        async def ask() -> list[T]:
+            async with in_thread(self.loaded.awake(name)):
+                return await gather_all(work(self.loaded.scorers[name]))
+
+        return run_async(ask(), timeout=self.stage_s, owner=f"teacher {name}")
 
     def refresh(self, step: int) -> None:
         """Before step `step`, load the student's weights into the copies that are due."""

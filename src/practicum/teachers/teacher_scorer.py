@@ -10,7 +10,15 @@ from torch import Tensor
 
 from practicum.concurrency.open_time import SharedTime
 from practicum.engines.kind import HeldWeights
-from practicum.engines.protocol import ScoreOptions, Scorer, ScoreRequest, Scores, Sleeper
+from practicum.engines.protocol import (
+    GenerateRequest,
+    Generation,
+    ScoreOptions,
+    Scorer,
+    ScoreRequest,
+    Scores,
+    Sleeper,
+)
 from practicum.errors import EngineError, TeacherError
 from practicum.processes.dispatch import Dispatcher
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -63,6 +71,20 @@ class TeacherScorer:
                 deadline_s=self._deadline_s,
                 abort=lambda scorer, why: scorer.abort(why),
                 names=(f"teacher {self.name}", row.name, f"teachers.{self.name}.deadline_s"),
+            )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one answer; a teacher that sleeps must be awake."""
+        if self.adapter is not None:
+            raise TeacherError(f"teacher {self.name} is an adapter, which samples no answers: merge it first")
+        about, tokens = f"an answer to prompt {request.counter.prompt}", request.sampling.max_new_tokens
+        with self._time.work(self.name, len(request.prompt_ids) + tokens):
+            return await self._dispatcher.run(
+                lambda scorer: scorer.generate(request),
+                load=tokens,
+                deadline_s=self._deadline_s,
+                abort=lambda scorer, why: scorer.abort(why),
+                names=(f"teacher {self.name}", about, f"teachers.{self.name}.deadline_s"),
             )
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:

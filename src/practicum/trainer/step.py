@@ -85,6 +85,8 @@ class StepRunner:
         self._check_sampled(sampled)
 
         prompts = prompts_read(self.recipe.teachers, sampled.batch, sampled.rollout.prompts)
+        if any(stage.use for stage in self.plan):
+            prompts = {key: sampled.rollout.prompts[key] for key in sampled.batch.keys}
         step = StepInfo(sampled.batch, number, sampled.baselines, prompts)
         metrics, timer = dict(sampled.metrics), StageTimer(number, self.recorder, self.on_stage)
         stages = {**self.roles.stages, "clear": sampled.rollout.clear}

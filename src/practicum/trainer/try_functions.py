@@ -120,6 +120,7 @@ def _try(
                     values_N=others_N if traits.critic else None,
                     gamma=algorithm.gamma,
                     lam=algorithm.lam,
+                    parts_S={name: values_N[:4] for name in ("checker", "other")},
                 )
             )
             names = ["advantages_N", "returns_N"] if traits.critic else ["advantages_N"]

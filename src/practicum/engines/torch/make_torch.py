@@ -24,6 +24,8 @@ from practicum.recipe.schema.teacher_sections import Own
 
 UNDECLARED = 8192
 """Longest sequence in tokens for a model that does not declare one."""
+ANSWERS = 16
+"""Answers that a frozen model samples concurrently; scoring needs no KV memory."""
 
 
 class TorchKind:
@@ -63,10 +65,9 @@ class TorchKind:
             loaded = load_model(model.spec, model.seed, key=model.model_key)
         if model.adapters:
             put_adapters(loaded, {saved.fingerprint: saved for saved in model.adapters}, model.about)
-        # Scoring needs no KV memory: one slot of two tokens is the least that an engine takes.
-        context = 2 if context_length(loaded) is not None else model.context or UNDECLARED
+        context = context_length(loaded) or model.context or UNDECLARED
         return TorchEngine(
-            loaded, slots=1, context=context, score_tokens=model.batch_tokens, owns_weights=not is_lent
+            loaded, slots=ANSWERS, context=context, score_tokens=model.batch_tokens, owns_weights=not is_lent
         )
 
     def in_own_process(self, model: FrozenModel, own: Own) -> list[Engine]:
