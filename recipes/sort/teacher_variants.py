@@ -2,6 +2,7 @@
 
 import zlib
 from array import array
+from typing import Any
 
 import torch
 from variants import largest
@@ -37,25 +38,22 @@ def gate(rank, batch: BatchRef, columns: Columns, step: StepInfo):
     The teacher's answers depend on the seed and the prompt's tokens alone, so each prompt is tried once.
     """
     ids = [tuple(row.tolist()) for row in columns.ragged("prompt_ids").rows]
-    rollout, new = rank.recipe.rollout, dict[str, dict[tuple[int, ...], BatchRef]]()
-    sampling = Sampling(rollout.max_new_tokens, rank.stop, temperature=rollout.temperature)
+    new: dict[str, dict[tuple[int, ...], Any]] = {}
     for prompt_ids, key, tags in zip(ids, batch.keys, batch.tags, strict=True):
         if prompt_ids not in rates:
-            new.setdefault(tags.teacher, {})[prompt_ids] = step.prompts[key]
+            new.setdefault(tags.teacher or "", {})[prompt_ids] = step.prompts[key]
+    rollout, seed = rank.recipe.rollout, rank.recipe.seed
+    sampling = Sampling(rollout.max_new_tokens, rank.stop, temperature=rollout.temperature)
     checker = RewardFunctions(rank.recipe.tasks, rank.recipe.reward)
     for teacher, prompts in new.items():
-        counters = {one: zlib.crc32(array("q", one).tobytes()) for one in prompts}
-        tries = [
-            GenerateRequest(one, sampling, Counter(rank.recipe.seed, counters[one], attempt))
-            for one in prompts
-            for attempt in range(TRIES)
-        ]
-        for request, tokens in zip(tries, rank.teachers.answers_by(teacher, tries), strict=True):
-            prompt = prompts[request.prompt_ids]
-            text = rank.tokenizer.decode(tokens, skip_special_tokens=True)
+        tries = [(prompt_ids, n) for prompt_ids in prompts for n in range(TRIES)]
+        numbers = {prompt_ids: zlib.crc32(array("q", prompt_ids).tobytes()) for prompt_ids in prompts}
+        asked = [GenerateRequest(i, sampling, Counter(seed, numbers[i], n)) for i, n in tries]
+        for (prompt_ids, _), tokens in zip(tries, rank.teachers.answers_by(teacher, asked), strict=True):
+            text, prompt = rank.tokenizer.decode(tokens, skip_special_tokens=True), prompts[prompt_ids]
             known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
             sample = RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=len(tokens))
-            rates[request.prompt_ids] = rates.get(request.prompt_ids, 0) + (checker.check(sample) >= 1)
+            rates[prompt_ids] = rates.get(prompt_ids, 0) + int(checker.check(sample) >= 1)
     advantages = columns.ragged("advantages")
     taught_B = torch.tensor([float(rates[one] >= LEAST) for one in ids])
     taught_N = taught_B.repeat_interleave(torch.tensor(advantages.lengths))

@@ -218,6 +218,9 @@ def plain_gradient(
     if only is not None:
         chosen = [int(i in set(only)) for i in range(len(batch.sessions))]
         weights_M = weights_M * per_token(chosen, batch)
+    assert batch.teachers is not None
+    if batch.teachers.weight is not None:
+        weights_M = weights_M * batch.teachers.weight.values
     loss = (weights_M * plain_divergence(how.distill, logits_MV, batch, teacher_MV)).sum()
     loss = how.distill.weight * loss
     loss.backward()

@@ -88,6 +88,21 @@ def test_the_gradient_is_that_of_the_formula_under_any_cut_and_order(
     assert_gradient(mine, *expected)
 
 
+@pytest.mark.parametrize(("divergence", "signal"), [("reverse_kl", "top_k"), ("k2", "sampled")])
+def test_a_teachers_weight_is_a_factor_of_its_divergence_alone(divergence: str, signal: str):
+    batch, how = taught(random_batch(5)), teaching(divergence, signal)
+    assert batch.teachers is not None
+    drawn = torch.rand(sum(batch.response_ids.lengths), generator=torch.Generator().manual_seed(1))
+    weight = Ragged.packed(drawn * (drawn > 0.3), batch.response_ids.lengths)
+    weighed = replace(batch, teachers=replace(batch.teachers, weight=weight))
+    assert_gradient(update(weighed, how), *plain_gradient(how, weighed))
+    both = teaching(divergence, signal, alone=False)
+    nothing = Ragged.packed(torch.zeros_like(drawn), weight.lengths)
+    unheard = replace(batch, teachers=replace(batch.teachers, weight=nothing))
+    alone, _ = learn(STUDENT, replace(batch, teachers=None, groups=None), TRAIN, algorithm())
+    assert difference(update(unheard, both).grads, alone.grads) <= EXACT * size(alone.grads)
+
+
 def both_have_tokens(batch: UpdateBatch) -> bool:
     assert batch.groups is not None
     rows = zip(batch.groups, batch.response_mask.rows, strict=True)

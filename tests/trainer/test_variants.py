@@ -1,0 +1,187 @@
+"""Stages of users that ask teachers: what they write, against models that are called directly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from practicum.dataplane.ragged import Columns
+from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.shipped import shipped_recipes
+from practicum.roles.rollout import RolloutRole
+from practicum.roles.run_stage import StepInfo
+from practicum.trainer.run import train_loaded
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
+
+from .test_run import metrics_of
+
+SORT = shipped_recipes() / "sort"
+ROWS = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs")
+KINDS = """
+from practicum.parts import Draws, Example, Procedural, Settings
+
+def make(draws: Draws, settings: Settings) -> Example:
+    return Example(draws.text("abc", 4), "a")
+
+EASY = Procedural("easy", "Anything is right.", {}, make, lambda text, answer, row: 1.0)
+HARD = Procedural("hard", "Nothing is right.", {}, make, lambda text, answer, row: 0.0)
+
+def letters(sample) -> float:
+    return float(len(sample.response_text))
+"""
+
+
+@pytest.fixture(autouse=True)
+def forgotten(own_parts: None) -> None:
+    """Parts of one test are not those of another."""
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], **sections: Any) -> list[Any]:
+    """Train one step; return key, tags and these columns of each row, as tensors by name."""
+    found: list[Any] = []
+    clear = RolloutRole.clear
+
+    def keep(self: RolloutRole, step: StepInfo) -> None:
+        batch = step.batch.real()
+        columns = Columns("test", self.store.get(batch, fields))
+        rows = zip(*(columns.ragged(name).rows for name in fields), strict=True)
+        for key, tags, row in zip(batch.keys, batch.tags, rows, strict=True):
+            found.append((key, tags, dict(zip(fields, row, strict=True))))
+        clear(self, step)
+
+    monkeypatch.setattr(RolloutRole, "clear", keep)
+    path = folder / "recipe.yaml"
+    train = {"steps": 1, "prompts": 6, "lr": 1e-3}
+    path.write_text(yaml.safe_dump(teachers_recipe(train=train, **sections)))
+    train_loaded(load_recipe(path), folder / "run")
+    return found
+
+
+@torch.no_grad()
+def logits(model: str, row: dict[str, Tensor]) -> Tensor:
+    """What a model in a folder says where the tokens of a response are drawn."""
+    ids = torch.cat([row["prompt_ids"], row["response_ids"]])
+    every = AutoModelForCausalLM.from_pretrained(model)(ids[None]).logits[0]
+    return every[len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+
+
+def said(model: str, row: dict[str, Tensor]) -> Tensor:
+    return logits(model, row).gather(1, row["response_ids"][:, None])[:, 0]
+
+
+def test_consensus_is_the_sign_that_no_teacher_opposes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = {name: save_teacher(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 2))}
+    rows = run(
+        tmp_path,
+        monkeypatch,
+        (*ROWS, "advantages"),
+        teachers={name: {"model": folder} for name, folder in folders.items()},
+        route={"by": "task", "map": {"copy": "a", "compare": "b"}},
+        distill={"divergence": "k1", "signal": "sampled", "apply_as": "advantage"},
+        reward={"weight": 0.0},
+        stages=[f"{SORT}/teacher_variants:consensus"],
+    )
+    seen = set()
+    for _, tags, row in rows:
+        ratios = {name: said(folder, row) - row["rollout_logprobs"] for name, folder in folders.items()}
+        own, other = ratios.pop(tags.teacher), ratios.popitem()[1]
+        for mine, its, advantage in zip(
+            own.tolist(), other.tolist(), row["advantages"].tolist(), strict=True
+        ):
+            if min(abs(mine), abs(its), abs(abs(its) - 0.1)) < 1e-4:
+                continue  # rounding decides
+            vetoed = mine * its < 0 and abs(its) > 0.1
+            assert advantage == (0.0 if vetoed else 1.0 if mine > 0 else -1.0)
+            seen.add((mine > 0, vetoed))
+    assert len(seen) == 4, "agreement and veto, up and down"
+
+
+def test_the_gate_distils_what_the_teacher_solves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "kinds.py").write_text(KINDS)
+    sections: dict[str, Any] = {
+        "tasks": {name: {"kind": f"kinds:{name.upper()}"} for name in ("easy", "hard")},
+        "teachers": {"one": {"model": save_teacher(tmp_path / "one", seed=1)}},
+        "distill": {},
+        "reward": {"functions": [{"use": "kinds:letters"}]},
+        "algorithm": {"advantage": "dr_grpo"},
+    }
+    rows = run(
+        tmp_path,
+        monkeypatch,
+        (*ROWS, "advantages", "teacher_weight"),
+        stages=[f"{SORT}/teacher_variants:gate"],
+        **sections,
+    )
+    rewards: dict[int, list[float]] = {}
+    for key, tags, _ in rows:
+        rewards.setdefault(key.prompt, []).append(tags.reward)
+    assert {tags.task for _, tags, _ in rows} == {"easy", "hard"}
+    for key, tags, row in rows:
+        group, solved = rewards[key.prompt], tags.task == "easy"
+        centred = tags.reward - sum(group) / len(group)
+        assert row["teacher_weight"].tolist() == [float(solved)] * len(row["response_ids"])
+        expected = 0.0 if solved else centred
+        assert row["advantages"].tolist() == pytest.approx([expected] * len(row["response_ids"]), abs=1e-5)
+    easy = sum(tags.task == "easy" for _, tags, _ in rows) / len(rows)
+    assert metrics_of(tmp_path / "run")[-1]["gate/taught"] == pytest.approx(easy)
+
+
+def test_a_teacher_that_a_stage_asks_writes_its_argmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = save_teacher(tmp_path / "one", seed=1)
+    (tmp_path / "asking.py").write_text(
+        "from practicum.parts import Counter, Field, GenerateRequest, Ragged, Sampling, stage\n"
+        "import torch\n"
+        "SAID = Field('said', 'int64', 'response', 'ask', 'greedy', padding='zero')\n"
+        "@stage(after='pad', reads=['prompt_ids', 'response_ids'], writes=[SAID])\n"
+        "def ask(rank, batch, columns, step):\n"
+        "    lengths = columns.ragged('response_ids').lengths\n"
+        "    asked = [GenerateRequest(row.tolist(), Sampling(n, frozenset(), greedy=True), Counter(0, 0))\n"
+        "             for row, n in zip(columns.ragged('prompt_ids').rows, lengths)]\n"
+        "    said = rank.teachers.answers_by('one', asked)\n"
+        "    return {'said': Ragged.packed(torch.tensor(sum(said, [])), lengths)}\n"
+    )
+    rows = run(
+        tmp_path,
+        monkeypatch,
+        (*ROWS, "said"),
+        teachers={"one": {"model": folder}},
+        distill={},
+        reward={"weight": 0.0},
+        stages=["asking:ask"],
+    )
+    for _, _, row in rows:
+        answer = {"prompt_ids": row["prompt_ids"], "response_ids": row["said"]}
+        assert torch.equal(logits(folder, answer).argmax(-1), row["said"])
+
+
+@pytest.mark.parametrize("chosen", ["variants:top_entropy", "teacher_variants:teachable"])
+def test_a_fifth_of_the_tokens_has_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str):
+    student, teacher = (save_teacher(tmp_path / name, seed=seed) for name, seed in (("s", 4), ("t", 1)))
+    rows = run(
+        tmp_path,
+        monkeypatch,
+        (*ROWS, "token_weight"),
+        model={"path": student},
+        teachers={"one": {"model": teacher}},
+        distill={},
+        reward={"weight": 0.0},
+        stages=[f"{SORT}/{chosen}"],
+    )
+    pairs: list[tuple[float, float]] = []
+    for _, _, row in rows:
+        own = logits(student, row)
+        values = -(own.exp() * own).sum(-1)
+        if chosen.endswith("teachable"):
+            values = (said(teacher, row) - said(student, row)).abs()
+        pairs += zip(values.tolist(), row["token_weight"].tolist(), strict=True)
+    pairs.sort(reverse=True)
+    count = round(0.2 * len(pairs))
+    assert {weight for _, weight in pairs} == {0.0, 1.0}
+    assert sum(weight for _, weight in pairs) == pytest.approx(count, abs=1)
+    assert all(weight == 1.0 for _, weight in pairs[: count - 1])
