@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 
 from practicum.errors import RecipeError, RecipeErrors
 from practicum.recipe.load_recipe import load_recipe
-from practicum.recipe.text.problems import OTHER_NAMES
+from practicum.recipe.schema.other_trainers import OTHER_KEYS, OTHER_VALUES
+from practicum.recipe.text import yamlfile
 from practicum.recipe.text.type_text import all_keys
 
 Write = Callable[..., Path]
@@ -26,8 +28,6 @@ def problem(path: Path, *overrides: str) -> RecipeError:
         ("train.lrr=1", "train.lrr", "train.lr?"),
         ("lr=1e-5", "lr", "train.lr or critic.lr?"),
         ("train.samples=4", "train.samples", "rollout.samples or eval.samples?"),
-        ("train.learning_rate=1", "train.learning_rate", "train.lr?"),
-        ("num_generations=4", "num_generations", "rollout.samples?"),
         ("max_tokens=5", "max_tokens", "rollout.max_new_tokens?"),
         ("tarin.lr=1", "tarin", "train?"),
         ("model.random_init.hiden=8", "model.random_init.hiden", "model.random_init.hidden?"),
@@ -45,10 +45,40 @@ def test_an_unknown_key_names_the_one_that_was_meant(
     assert found.suggestion == f"did you mean {meant}"
 
 
-def test_names_of_other_trainers_lead_to_keys_and_are_none_themselves() -> None:
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("train.learning_rate=1", "use train.lr"),
+        ("num_generations=4", "use rollout.samples"),
+        ("algorithm.beta=0.04", "use algorithm.kl: {place: loss, coefficient: 0.04}"),
+        ("loss_type=grpo", f"use {OTHER_VALUES['algorithm.loss']['grpo']}"),
+        ("algorithm.loss=dapo", f"use {OTHER_VALUES['algorithm.loss']['dapo']}"),
+        ("algorithm.loss_agg_mode=token-mean", "use algorithm: {aggregation: token_mean}"),
+        ("rollout.n=8", "use rollout.samples"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: use rollout.samples"),
+        ("distill.betta=1", "did you mean distill.beta?"),
+        ("model=Qwen/Qwen3-0.6B", "write model: {path: Qwen/Qwen3-0.6B}"),
+        ("teachers.math=Qwen/Qwen3-8B", "write teachers.math: {model: Qwen/Qwen3-8B}"),
+        ("tasks.sort=sort", "write tasks.sort: {kind: sort}"),
+    ],
+)
+def test_a_term_of_another_trainer_gets_the_equivalent(write: Write, override: str, advice: str) -> None:
+    assert problem(write(), override).suggestion == advice
+
+
+def test_equivalents_of_other_trainers_terms_exist(write: Write) -> None:
     keys = {key for key, _ in all_keys()}
-    assert keys >= set(OTHER_NAMES.values())
-    assert not {key.rpartition(".")[2] for key in keys} & set(OTHER_NAMES)
+    sections = {key.partition(".")[0] for key in keys}
+    for text in OTHER_KEYS.values():
+        for named in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+|^[a-z_]+", text):
+            assert named in keys or named == "a" or named.partition(".")[0] not in sections, text
+    assert {key.rpartition(".")[2] for key in keys} & set(OTHER_KEYS) == {"beta"}
+    for texts in OTHER_VALUES.values():
+        for text in texts.values():
+            fragment = yamlfile.parse(text.partition(";")[0], "a fragment").data
+            critic = {"critic": {}} if "critic" in text else {}
+            base = {"name": "x", "model": {"random_init": {}}, "tasks": {"sort": {"kind": "sort"}}}
+            load_recipe(base | fragment | critic)
 
 
 def test_a_key_with_another_name_now_says_it(write: Write) -> None:

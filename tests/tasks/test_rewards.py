@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,23 @@ def test_all_bad_names_are_shown_together():
         "reward.functions[0].use",
         "tasks.t.rewards[0].use",
     ]
+
+
+def test_trls_signature_is_refused_with_the_lines_that_adapt_it():
+    with pytest.raises(RecipeError) as caught:
+        judge_for("trl_reward")
+    assert caught.value.path == "reward.functions[0].use"
+    _, *wrapper = caught.value.suggestion.splitlines()
+    from reward_functions import trl_reward  # pyright: ignore[reportMissingImports]
+
+    names: dict[str, Any] = {"trl_reward": trl_reward}
+    exec(textwrap.dedent("\n".join(wrapper)), names)
+    assert names["score"](sample("7", row={"solution": "7"})) == 1.0
+    assert names["score"](sample("8", row={"solution": "7"})) == 0.0
+
+
+def test_a_function_of_two_arguments_is_refused_before_it_is_called():
+    with pytest.raises(RecipeError) as caught:
+        judge_for("two_arguments", on_error="skip")
+    assert caught.value.path == "reward.functions[0].use"
+    assert "on_error" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,11 +164,41 @@ class RewardFunctions:
 def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
     """Return the function that `use` names (not checker); a RecipeError at `path`.use if there is none."""
     if spec.use not in REWARDS:
-        return find_function("reward", spec.use, REWARDS, f"{path}.use")
+        function = find_function("reward", spec.use, REWARDS, f"{path}.use")
+        _check_signature(function, spec, f"{path}.use")
+        return function
     extra = REWARDS[spec.use].extra
     if extra is not None and importlib.util.find_spec(extra[0]) is None:
         raise MissingExtraError(f"reward {spec.use}", extra[1])
     return getattr(reward_functions, spec.use)
+
+
+def _check_signature(function: Callable[..., Any], spec: RewardFunction, path: str) -> None:
+    """Raise a RecipeError unless the function takes one argument. For TRL's signature show a wrapper."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    found = f"{spec.use!r}, which takes {signature}"
+    expected = "a function of (samples), a list" if spec.batch else "a function of (sample)"
+    name = spec.use.rpartition(":")[2]
+    if {"prompts", "completions"} & signature.parameters.keys():
+        columns = {"completions": "[sample.response_text]", "prompts": "[sample.prompt_text]"}
+        arguments = [
+            f"{column}={columns.get(column) or f'[sample.row[{column!r}]]'}"
+            for column, parameter in signature.parameters.items()
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            and (column in columns or parameter.default is parameter.empty)
+        ]
+        hint = (
+            f"this is TRL's signature; add a function that calls yours, and name it in {path}:\n"
+            f"    def score(sample):\n        return {name}({', '.join(arguments)})[0]"
+        )
+        raise RecipeError(path, found, expected, hint)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise RecipeError(path, found, expected, f"{error}; change the function's parameters") from None
 
 
 def _unpack(outcome: CallResult, count: int) -> list[CallResult]:
@@ -203,7 +234,7 @@ def _error(function: _Function, outcome: CallResult, sample: RewardSample) -> Re
         f"  prompt:   {shorten(sample.prompt_text)!r}",
         f"  response: {shorten(sample.response_text)!r}",
         f"  answer:   {short_repr(sample.answer)}",
-        "  → mend the function, or set reward.on_error: skip to leave such samples out.",
+        "  → fix the function, or set reward.on_error: skip to leave such samples out.",
     ]
     error = RewardError("\n".join(lines))
     error.details = "" if outcome.error is None else trace(outcome.error)

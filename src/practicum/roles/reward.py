@@ -126,7 +126,7 @@ class RewardRole:
                     f"  sample:   {shown.name}\n"
                     f"  prompt:   {shorten(shown.prompt)!r}\n"
                     f"  response: {shorten(shown.response)!r}\n"
-                    f"  → mend reward.models.{name}, or set reward.on_error: skip to leave such samples out."
+                    f"  → fix reward.models.{name}, or set reward.on_error: skip to leave such samples out."
                 ) from score
             else:
                 failure = failure or f"reward model {name} {score}"

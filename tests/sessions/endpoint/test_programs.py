@@ -78,6 +78,15 @@ def test_a_reward_is_posted_or_left_to_the_recipe():
     assert ended.result.reward == 2
 
 
+def test_a_request_with_an_unknown_key_is_counted_in_the_session_that_ends_next():
+    says = (
+        "\ntry:\n    ask([], key='nobody')\nexcept OSError:\n    ask([{'role': 'user', 'content': '1+2?'}])"
+    )
+    ended = attempt(python(says))
+    assert ended.result is not None
+    assert ended.result.trajectories[-1].requests == {"requests": 1, "discarded": 0, "stray": 1}
+
+
 def test_an_exit_code_is_a_failure_with_the_last_words():
     ended = attempt(python("\nsys.exit('no luck')"))
     assert ended.result is None

@@ -279,6 +279,7 @@ def test_a_session_is_found_by_key_path_and_header_and_never_by_anothers_key():
             assert await status(f"/sessions/{key}/v1/chat/completions", x_api_key=other) == 403
             assert await status(authorization="Bearer nobody") == 401
             assert await status() == 401
+            assert endpoint.strays == 2
 
     asyncio.run(run())
 
@@ -298,6 +299,7 @@ def test_a_request_after_the_end_is_a_conflict_and_a_turn_in_flight_is_discarded
                 assert (await late).status_code == 409
             response = await http.post("/v1/chat/completions", json=body, headers=headers)
             assert response.status_code == 409
+            assert endpoint.strays == 2
 
     asyncio.run(run())
 
@@ -336,17 +338,57 @@ def test_turns_open_requests_context_and_body_have_limits(monkeypatch):
         assert long.status_code == 413
         full = await running.post("chat/completions", {"messages": [user("a" * 300)]})
         assert full.json()["error"]["code"] == "context_length_exceeded"
-        await running.chat(OPENING)
+        for _ in range(2):  # refused requests were no turns
+            await running.chat(OPENING)
         third = await running.post("chat/completions", {"messages": OPENING})
         assert third.json()["error"]["code"] == "turn_limit"
 
     with_agent(chat_session(Writer(), agent={"turns": 2}, context=200), client)
 
 
+def test_a_strict_refusal_is_no_turn():
+    async def client(running: Running) -> None:
+        refused = await running.post("chat/completions", {"messages": OPENING, "temperature": 0.1})
+        assert refused.status_code == 400
+        await running.chat(OPENING)
+
+    with_agent(chat_session(Writer(), agent={"strict": True, "turns": 1}), client)
+
+
+def test_a_refused_request_for_siblings_leaves_the_conversation_open():
+    async def client(running: Running) -> None:
+        first = await running.chat(OPENING)
+        longer = [*OPENING, first["message"], user("a" * 200)]
+        assert (await running.post("chat/completions", {"messages": longer, "n": 3})).status_code == 400
+        await running.chat([*OPENING, first["message"], user("more")])
+
+    (trajectory,) = with_agent(chat_session(Writer(texts=["ab"]), context=200), client)
+    assert trajectory.turns == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("responses", {"input": "1+2?"}, {"type": "web_search"}),
+        ("messages", {"messages": OPENING}, {"type": "bash_20250124", "name": "bash"}),
+        ("chat/completions", {"messages": OPENING}, {"type": "custom", "custom": {"name": "shell"}}),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_tools_that_are_no_functions_are_counted_or_refused(path: str, body: Any, kind: Any, strict: bool):
+    async def client(running: Running) -> None:
+        response = await running.post(path, {**body, "tools": [kind]})
+        assert response.status_code == (400 if strict else 200), response.text
+        assert running.agent.counts["overridden/tools"] == 1
+
+    with_agent(chat_session(Writer(), agent={"strict": strict}), client)
+
+
 def test_a_posted_reward_is_the_sessions():
     async def client(running: Running) -> None:
         assert (await running.post("reward", {"reward": 0.5})).status_code == 200
         assert (await running.post("reward", {"reward": "much"})).status_code == 400
-        assert running.agent.reward == 0.5
+        assert (await running.post("messages/count_tokens", {"messages": 3})).status_code == 400
+        assert (running.agent.reward, running.agent.counts["refused"]) == (0.5, 2)
 
     with_agent(chat_session(Writer()), client)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from practicum.errors import RecipeError
 from practicum.recipe.own_parts import registered_names
+from practicum.recipe.schema.other_trainers import equivalent_key, equivalent_value
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.removed_keys import advice_for_removed
 from practicum.recipe.text.origins import Origin
@@ -27,27 +28,6 @@ from practicum.recipe.text.type_text import (
 )
 from practicum.recipe.user_functions import meant
 
-OTHER_NAMES = {
-    "learning_rate": "train.lr",
-    "max_steps": "train.steps",
-    "batch_size": "train.prompts",
-    "train_batch_size": "train.prompts",
-    "num_generations": "rollout.samples",
-    "group_size": "rollout.samples",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "grad_clip": "train.max_grad_norm",
-    "gradient_accumulation_steps": "train.microbatch_tokens",
-    "lr_scheduler_type": "train.schedule",
-    "warmup_ratio": "train.warmup_steps",
-    "kl_coef": "algorithm.kl.coefficient",
-    "clip_ratio": "algorithm.clip_high",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "eval.every",
-    "output_dir": "out",
-    "model_name_or_path": "model.path",
-}
-"""What other trainers call the keys."""
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _NUMBER = re.compile(r"\s*[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
@@ -99,14 +79,14 @@ def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeEr
     return RecipeError(problem.path, found, problem.expected, problem.suggestion)
 
 
-def unknown_key(path: Sequence[str | int], root: type[BaseModel]) -> tuple[str, str]:
+def unknown_key(path: Sequence[str | int], root: type[BaseModel], value: Any = None) -> tuple[str, str]:
     """For a key that does not exist: what could stand there, and what was probably meant."""
     *parent, last = path
     word, level = str(last), dotted(parent) if parent else ""
     valid, prefix = list(keys_of(find_key(parent, root, tagged=False)[2], root)), f"{level}." if level else ""
     where = f"a key of {level}" if level else f"a key of the {'recipe' if root is Recipe else 'file'}"
-    if word in OTHER_NAMES and root is Recipe:
-        return where, f"did you mean {OTHER_NAMES[word]}?"
+    if root is Recipe and level != "distill" and (other := equivalent_key(dotted(path), value)):
+        return where, other
     if close := nearest(word, valid):
         return where, f"did you mean {prefix}{close}?"
     known = sorted((key for key, _ in all_keys(root)), key=lambda key: key.count("."))
@@ -123,7 +103,7 @@ def _explain(path: Path, node: Node, kind: str, value: Any, root: type[BaseModel
     if kind == "extra_forbidden":
         if root is Recipe and (advice := advice_for_removed(path)):
             return RecipeError(key, "a removed key", "no such key", advice)
-        return RecipeError(key, "an unknown key", *unknown_key(path, root))
+        return RecipeError(key, "an unknown key", *unknown_key(path, root, value))
     expected = takes(node, root)
     if kind == "missing":
         sentence = node.get("description", "").rstrip(".")
@@ -132,7 +112,12 @@ def _explain(path: Path, node: Node, kind: str, value: Any, root: type[BaseModel
 
 
 def _advice(node: Node, value: Any, path: str, root: type[BaseModel]) -> str:
+    if root is Recipe and (other := equivalent_value(path, value)):
+        return other
     forms, section = forms_of(node, root), keys_of(node, root)
+    if isinstance(value, str) and re.fullmatch(r"model|(teachers|tasks)\.[^.]+", path):
+        name = {"model": "path", "teachers": "model"}.get(path.partition(".")[0])
+        return f"write {path}: {{{name or ('kind' if value.isidentifier() else 'dataset')}: {value}}}"
     if section and len(kinds_of(node)) == 1:
         keys = f"its keys are {', '.join(section)}"
         way = f"remove {path}" if "default" in node else "write {}"

@@ -116,6 +116,9 @@ class AgentSession:
         """Conversations by the ids of the replies that end them."""
         self.is_over = False
         self._exchanges: list[Exchange] = []
+        self._by_body: defaultdict[bytes, list[Exchange]] = defaultdict(list)
+        self._by_key: dict[str, Exchange] = {}
+        self._open = 0
         self._siblings = Counter[bytes]()
         self._contexts: dict[str, str] = {}
         self._depth, self._turns = 0, 0
@@ -139,21 +142,24 @@ class AgentSession:
             self.counts["retries"] += 1
             earlier.is_left = False
             return earlier
-        if sum(not exchange.task.done() for exchange in self._exchanges) >= MOST_OPEN:
+        if self._open >= MOST_OPEN:
             raise Refusal(429, f"{MOST_OPEN} requests of this session are in flight")
-        self._turns += request.n
         most = self.session.agent.turns
-        if self._turns > most:
-            self._turns -= request.n
+        if self._turns + request.n > most:
             raise Refusal(400, f"the session has had its turns (agent.turns: {most})", "turn_limit")
         self._check_settings(request)
         places = [self._place(request) for _ in range(request.n)]
+        self._turns += request.n
+        self._open += 1
         turns: list[Turn] = []
         work = [self._turn(request, place, self._depth + 1, turns) for place in places]
         task = asyncio.create_task(self._all(work), name=f"a request of {self.session.prompt}")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may be gone
+        task.add_done_callback(self._close)
         exchange = Exchange(marks, task, turns=turns)
         self._exchanges.append(exchange)
+        self._by_body[marks.body].append(exchange)
+        if marks.key is not None:
+            self._by_key[marks.key] = exchange
         self.requests.append((marks.path, marks.client))
         return exchange
 
@@ -186,14 +192,19 @@ class AgentSession:
     def _repeated(self, marks: RequestMarks) -> Exchange | None:
         """Return the exchange that a request repeats, if it does."""
         if marks.key is not None:
-            return next((e for e in self._exchanges if e.marks.key == marks.key), None)
-        same = [e for e in self._exchanges if e.marks.body == marks.body]
+            return self._by_key.get(marks.key)
+        same = self._by_body[marks.body]
         if marks.retry is None:  # a client that does not say sends the same only while it has no reply
             return next((e for e in same if not e.is_delivered), None)
         if not marks.retry:
             return None
         # Of siblings, the one whose client went away; then one without a reply; then the last one.
         return min(reversed(same), key=lambda e: (not e.is_left, e.is_delivered), default=None)
+
+    def _close(self, task: asyncio.Task[list[TurnReply]]) -> None:
+        self._open -= 1
+        if not task.cancelled():
+            task.exception()  # its client may be gone: nobody else asks for it
 
     def _check_settings(self, request: TurnRequest) -> None:
         """Count sampling settings that the recipe's override; refuse them if agent.strict."""
@@ -325,16 +336,14 @@ class AgentSession:
             turn = await session.generate(
                 place.new, max_new_tokens=min(request.max_tokens or most, most), stop_texts=request.stop
             )
-        except SessionError as error:
-            raise Refusal(400, str(error)) from None
-        if not turn.tokens and turn.finish == "context":
+            if not turn.tokens and turn.finish == "context":
+                message = f"the context of {session.context} tokens has no room for a turn"
+                raise Refusal(400, message, "context_length_exceeded")
+        except (Refusal, SessionError) as error:
             if place.in_place and place.parent is not None:
                 place.parent.is_taken = False
-            raise Refusal(
-                400,
-                f"the conversation has no room for a turn in the context of {session.context} tokens",
-                "context_length_exceeded",
-            )
+            self._turns -= 1
+            raise error if isinstance(error, Refusal) else Refusal(400, str(error)) from None
         state, reply = self._finished(request, place, turn, depth)
         turns.append(state)
         return reply

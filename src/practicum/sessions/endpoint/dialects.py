@@ -97,9 +97,10 @@ class ChatCompletions(Completions):
         names: dict[str, str] = {}
         messages = [_chat_message(message, names) for message in _items(data, "messages")]
         most = _whole(data, "max_completion_tokens") or _whole(data, "max_tokens")
-        tools = [_tool(tool.get("function"), "parameters") for tool in _items(data, "tools", [])]
         options = data.get("chat_template_kwargs") or {}
         shared = _openai(data, most)
+        functions = _function_tools(data, shared["asked"], "function")
+        tools = [_tool(tool.get("function"), "parameters") for tool in functions]
         if data.get("tool_choice") not in (None, "auto"):
             shared["asked"]["tool_choice"] = data["tool_choice"]
         return TurnRequest(messages=messages, tools=tools, options=dict(options), **shared)
@@ -152,10 +153,8 @@ class Responses(Completions):
         items = [{"role": "user", "content": given}] if isinstance(given, str) else _items(data, "input")
         for item in items:
             _add_item(messages, item, names)
-        tools = [
-            _tool(tool, "parameters") for tool in _items(data, "tools", []) if tool.get("type") == "function"
-        ]
         shared = _openai(data, _whole(data, "max_output_tokens"))
+        tools = [_tool(tool, "parameters") for tool in _function_tools(data, shared["asked"], "function")]
         text_format = (data.get("text") or {}).get("format") or {"type": "text"}
         shared["asked"] |= {"response_format": text_format} if text_format.get("type") != "text" else {}
         if data.get("tool_choice") not in (None, "auto"):
@@ -240,8 +239,8 @@ class Messages:
             messages.append({"role": "system", "content": text_of(data["system"])})
         for message in _items(data, "messages"):
             messages += _blocks(message, names)
-        tools = [_tool(tool, "input_schema") for tool in _items(data, "tools", [])]
         asked = {name: data[name] for name in _SAMPLING if data.get(name) is not None}
+        tools = [_tool(tool, "input_schema") for tool in _function_tools(data, asked, "custom")]
         choice = (data.get("tool_choice") or {}).get("type")
         if choice not in (None, "auto"):
             asked["tool_choice"] = choice
@@ -411,6 +410,14 @@ def _blocks(message: Data, names: dict[str, str]) -> Iterator[Message]:
     if texts or calls or not results:
         read = _chat_message({"role": message.get("role"), "content": texts}, names)
         yield {**read, "tool_calls": calls} if calls else read
+
+
+def _function_tools(data: Data, asked: Data, kind: str) -> list[Data]:
+    """Return the tools that are functions of the client; others, which the API's host runs, are `asked`."""
+    tools = _items(data, "tools", [])
+    if others := sorted({str(tool["type"]) for tool in tools if tool.get("type", kind) != kind}):
+        asked["tools"] = others
+    return [tool for tool in tools if tool.get("type", kind) == kind]
 
 
 def _tool(function: Any, schema: str) -> Data:

@@ -41,6 +41,8 @@ class AgentEndpoint:
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self._sessions: dict[str, AgentSession] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED)
+        self.strays = 0
+        """Refused requests that belong to no running session."""
         routes: list[Route] = []
         for prefix in ("", "/sessions/{session}"):
             for path in DIALECTS:
@@ -76,8 +78,8 @@ class AgentEndpoint:
             raise Refusal(
                 401, "no session has this key: send it as `Authorization: Bearer KEY`", "invalid_key"
             )
+        request.state.agent = agent
         if key != name and key in self._sessions:
-            agent.counts["refused"] += 1
             raise Refusal(403, "the key is another session's", "other_session")
         return agent
 
@@ -94,9 +96,6 @@ class AgentEndpoint:
                     events = _stream(dialect, asked, exchange)
                     return StreamingResponse(events, media_type="text/event-stream")
             replies = await asyncio.shield(exchange.task)
-        except Refusal:
-            agent.counts["refused"] += 1
-            raise
         except asyncio.CancelledError:
             if agent.is_over:
                 raise Refusal(409, "the session has ended", "session_ended") from None
@@ -138,6 +137,12 @@ class AgentEndpoint:
         return JSONResponse({"object": "list", "data": [entry], "has_more": False})
 
     def _error(self, request: Request, status: int, message: str, code: str | None) -> dict[str, Any]:
+        """Count a refused request and return the error in its dialect."""
+        agent: AgentSession | None = getattr(request.state, "agent", None)
+        if agent is None or agent.is_over:
+            self.strays += status < 500
+        else:
+            agent.counts["refused"] += status < 500
         return _dialect(request).error(status, message, code)
 
 

@@ -126,7 +126,9 @@ async def _result(agent: AgentSession, reward: Any) -> Result:
     if not trajectories and agent.counts["refused"]:
         raise SessionError(f"has no turn{_refused(agent)}")
     for trajectory in trajectories[-1:]:
-        trajectory.requests = dict(agent.counts)
+        endpoint = running_endpoint()
+        strays, endpoint.strays = endpoint.strays, 0
+        trajectory.requests = {**agent.counts, **({"stray": strays} if strays else {})}
         trajectory.clients = tuple(f"{path} {client}".strip() for path, client in agent.requests)
     return trajectories if reward is None else (trajectories, reward)
 
