@@ -33,6 +33,13 @@ def dense_ids(names: list) -> tuple[Tensor, int]:
     return torch.tensor(ids, dtype=torch.int64), len(numbers)
 
 
+def reward_parts(batch: BatchRef) -> dict[str, Tensor]:
+    """Return what each reward function and model said of each session; NaN where it was not asked."""
+    sessions = {key[:2]: tags.reward_parts or {} for key, tags in batch}.values()
+    names = dict.fromkeys(name for parts in sessions for name in parts)
+    return {name: torch.tensor([parts.get(name, math.nan) for parts in sessions]) for name in names}
+
+
 class AdvantageRole:
     """Advantages of a batch, and the KL penalty in the reward with its controller."""
 
@@ -59,13 +66,7 @@ class AdvantageRole:
         names = [key[:2] for key in batch.keys]
         session_N = dense_ids(names)[0].repeat_interleave(torch.tensor(mask.lengths))
         prompts = [prompt for prompt, _ in dict.fromkeys(names)]
-        parts = dict(zip(names, (tags.reward_parts or {} for tags in batch.tags), strict=True))
-        parts_S = {
-            name: torch.tensor([session.get(name, math.nan) for session in parts.values()])
-            for name in dict.fromkeys(name for session in parts.values() for name in session)
-        }
-        estimated = self._estimate(columns, mask.values, session_N, prompts, parts_S, step)
-        advantages_N, returns_N, stats = estimated
+        advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
         mismatch = self.algorithm.mismatch
         if mismatch.weights != "off":
             # A policy loss grows as its advantage does, so weighed advantages weigh the loss. What the critic
@@ -94,7 +95,6 @@ class AdvantageRole:
         mask_N: Tensor,
         session_N: Tensor,
         prompts: list[int],
-        parts_S: dict[str, Tensor],
         step: StepInfo,
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
@@ -128,7 +128,7 @@ class AdvantageRole:
                 values_N=columns.ragged("values").values if "values" in columns else None,
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
-                parts_S=parts_S,
+                parts_S=reward_parts(step.batch.real()),
             )
         )
         if algorithm.kl.place != "reward" and not in_reward:
