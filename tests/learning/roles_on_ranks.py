@@ -22,6 +22,7 @@ from practicum.learning.parallel import Parallel
 from practicum.learning.value_learner import ValueLearner
 from practicum.recipe.algorithm_traits import loss_traits
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Route
 from practicum.roles.advantages import AdvantageRole
 from practicum.roles.critic import CriticRole
 from practicum.roles.padding import BatchCutter
@@ -152,7 +153,7 @@ def run_roles(
             temperature=recipe.rollout.temperature,
             old=ratio_source(recipe),
             teachers={},
-            measure_every=0,
+            route=Route(measure_every=0),
         )
         critic_role = CriticRole(plan, store, critic, cutter)
         if "old_logprobs" in plan:

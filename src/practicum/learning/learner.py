@@ -16,7 +16,13 @@ from practicum.algorithms.aggregation import token_weights
 from practicum.errors import CheckError
 from practicum.learning.learner_checkpoint import TrainedModel
 from practicum.learning.logprobs import LogprobScorer, token_logprobs
-from practicum.learning.objective import DistillSettings, Objective, share_factors, token_losses
+from practicum.learning.objective import (
+    DistillSettings,
+    Objective,
+    multiplied_shares,
+    share_factors,
+    token_losses,
+)
 from practicum.learning.optimizer import Metrics, lr_at, stop_on_nonfinite
 from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import Packed, RowSpans
@@ -317,12 +323,16 @@ class _Update:
         if objective.teaching is not None and batch.teachers is not None:
             teacher_M = self.columns["teacher"] = per_token(batch.teachers.teacher, lengths)
             shares, here_M = objective.teaching.shares, self.sampled_M
-            if shares is not None and self.tokens:
+            multiplied = batch.teachers.factors
+            if (shares is not None or multiplied) and self.tokens:
                 weights, teachers = weights_M[here_M], teacher_M[here_M]
                 if whole is not None:  # the summed weights of each row's tokens, whichever rank has it
                     weight_B = torch.tensor(whole.weights)
                     weights = weigh(weight_B > 0, found.session_B).double() * weight_B
                     teachers = torch.tensor(whole.teachers)
+                if multiplied:
+                    shares = multiplied_shares(weights, teachers, multiplied)
+                assert shares is not None
                 factors = share_factors(weights, teachers, shares)
                 weights_M[here_M] *= factors[teacher_M[here_M]].to(weights_M.dtype)
         self.whole_sessions = loss_traits(objective.algorithm.loss).whole_sessions and objective.has_policy

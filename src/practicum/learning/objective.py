@@ -186,6 +186,13 @@ def share_factors(weights_N: Tensor, teacher_N: Tensor, shares: Mapping[int, flo
     return factors.to(weights_N.dtype)
 
 
+def multiplied_shares(weights_N: Tensor, teacher_N: Tensor, factors: Mapping[int, float]) -> dict[int, float]:
+    """Return the sum of each teacher's weights times its factor, in the way of `share_factors`' shares."""
+    sums = torch.zeros(int(teacher_N.max()) + 1, dtype=torch.float64)
+    sums.index_add_(0, teacher_N, weights_N.double())
+    return {number: factors.get(number, 1.0) * weight for number, weight in enumerate(sums.tolist())}
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The terms of the loss."""

@@ -51,6 +51,8 @@ class TeacherColumns:
     hidden: Ragged | None = None
     weight: Ragged | None = None
     """Factor of each token's divergence in the loss; other terms and all denominators stay."""
+    factors: Mapping[int, float] | None = None
+    """Factors of teachers' tokens in the loss, by number; the sum of all weights stays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,21 @@ from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.errors import DataError
+from practicum.errors import DataError, PracticumError
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import LogprobScorer
 from practicum.learning.packing import RowExtras
 from practicum.learning.update_batch import BatchFacts, TeacherColumns, TeacherSums, UpdateBatch
+from practicum.learning.update_shares import PartShares
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
 from practicum.recipe.own_parts import find_part
+from practicum.recipe.schema.teacher_sections import Route
 from practicum.roles.advantages import dense_ids
 from practicum.roles.padding import BatchCutter, rank_share
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import OldSource
-from practicum.teachers.ledger import TeacherMeasures, pair_of
+from practicum.teachers.balance import Moments, UpdateBalance, spread_factors
+from practicum.teachers.ledger import Pair, TeacherMeasures, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
 """Metrics that mean something only before the batch's first optimizer step, if these weights sampled it."""
@@ -65,13 +68,15 @@ class StudentRole:
         temperature: float,
         old: OldSource,
         teachers: Mapping[str, int],
-        measure_every: int,
+        route: Route,
     ) -> None:
         """`temperature` is the rollout's, `old` the ratio's denominator; `teachers` are their numbers."""
         self.plan, self.store, self.watch, self.recorder = plan, store, watch, recorder
         self.learner, self.reference, self._temperature = learner, reference, temperature
         self.parallel, self.cutter = learner.parallel, cutter
-        self._old, self._numbers, self._measure_every = old, teachers, measure_every
+        self._old, self._numbers, self._measure_every = old, teachers, route.measure_every
+        self._balanced_by, targets = route.balanced_by, route.shares
+        self.balance = UpdateBalance(targets and {teachers[name]: share for name, share in targets.items()})
 
     @stage("old_logprobs", rows=rank_share)
     def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
@@ -100,6 +105,9 @@ class StudentRole:
         every = self._measure_every if self._numbers and len(pairs) > 1 else 0
         sums, parts, whole = TeacherSums(), ((), None), self._facts(step.batch, batch, columns)
         extras = RowExtras.of(columns)
+        feedback, factors = self._balanced_by == "update", None
+        if self._balanced_by == "sigma":
+            factors = spread_factors(self._moments(batch, columns))
         reports: list[dict[str, float]] = []
         others = any(tags.version_min != version for tags in step.batch.real().tags)
         stale = self.plan.lag > 0 and others
@@ -115,9 +123,13 @@ class StudentRole:
                 extras=None if extras is None else extras.select(rows),
                 whole=None if self.parallel is None else facts,
             )
+            if update.teachers is not None:
+                used = self.balance.factors if feedback else factors
+                update = replace(update, teachers=replace(update.teachers, factors=used))
             teaching, several = self.learner.objective.teaching, len(pairs) > 1
             measures = every and not reports and (step.number == 1 or step.number % every == 0)
-            measures = measures or (several and teaching is not None and teaching.project)
+            projects = teaching is not None and teaching.project
+            measures = measures or (several and (projects or feedback))
             present = {pair_of(step.batch.tags[row]) for row in optimizer_step.rows} if measures else ()
             groups = [number for number, pair in enumerate(pairs) if pair in present]
             check = partial(self._check, facts, first=not reports, stale=stale)
@@ -134,8 +146,41 @@ class StudentRole:
             sums.merge(self.learner.by_group)
             if groups:
                 parts = [pairs[number] for number in groups], self.learner.shares
+                if feedback:
+                    self._adapt(parts[0], self.learner.shares, step.batch)
         measured = TeacherMeasures(pairs, sums, *parts) if self._numbers else None
         return {}, UpdateReport(mean_metrics(reports, stale=stale), measured, self.learner.version)
+
+    def _moments(self, batch: BatchRef, columns: Columns) -> dict[int, Moments]:
+        """Return the moments of log teacher - log student by teacher, over all sampled tokens."""
+        student = columns.ragged("rollout_logprobs" if "rollout_logprobs" in columns else "plain_logprobs")
+        apart_N = (columns.ragged("teacher_logprobs").values - student.values).double()
+        apart_rows, masks = Ragged.packed(apart_N, student.lengths).rows, columns.ragged("response_mask").rows
+        own: dict[int, Moments] = {}
+        for tags, apart, mask in zip(batch.tags, apart_rows, masks, strict=True):
+            found, number = apart[mask], self._numbers.get(tags.teacher or "", 0)
+            count, total, squares = own.get(number, (0, 0.0, 0.0))
+            sums = float(found.sum()), float(found.square().sum())
+            own[number] = count + len(found), total + sums[0], squares + sums[1]
+        ranks = [own] if self.parallel is None else self.parallel.gather(own)
+        joined: dict[int, Moments] = {}
+        for number in sorted({number for found in ranks for number in found}):
+            every = [found[number] for found in ranks if number in found]
+            joined[number] = tuple(map(sum, zip(*every, strict=True)))  # pyright: ignore[reportArgumentType]
+        return joined
+
+    def _adapt(self, parts: Sequence[Pair], found: PartShares | None, batch: BatchRef) -> None:
+        """Give the measured shares of the update to the feedback."""
+        if found is None or not found.shares:
+            raise PracticumError(
+                "route.balance update has no shares of the update to hold: they need AdamW's second moments"
+                "\n  → set train.optimizer: adamw, or another route.balance"
+            )
+        shares = dict.fromkeys((self._numbers[teacher] for teacher, _ in parts), 0.0)
+        for (teacher, _), share in zip(parts, found.shares, strict=True):
+            shares[self._numbers[teacher]] += share
+        asked = {(key.prompt, tags.teacher or "") for key, tags in batch.real()}
+        self.balance.adapt(shares, Counter(self._numbers[teacher] for _, teacher in asked))
 
     def _check_masks(self, batch: BatchRef, columns: Columns) -> None:
         """Check the rows of each rank; all ranks act on what any finds."""

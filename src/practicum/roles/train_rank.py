@@ -129,7 +129,8 @@ class TrainRank:
         self.padding = PaddingRole(plan, store, self.tokenizer, widths, cutter, recorder)
         teaching = None
         if teachers is not None and recipe.distill is not None:
-            numbers, shares = recipe.teacher_numbers, recipe.route.shares
+            by_shares = recipe.route.balanced_by == "shares"
+            numbers, shares = recipe.teacher_numbers, recipe.route.shares if by_shares else None
             teaching = DistillSettings(
                 recipe.distill,
                 recipe.compare_temperature,
@@ -163,7 +164,7 @@ class TrainRank:
             temperature=recipe.rollout.temperature,
             old=ratio_source(recipe),
             teachers=recipe.teacher_numbers,
-            measure_every=recipe.route.measure_every,
+            route=recipe.route,
         )
         learnt_from = recipe.algorithm, recipe.distill, recipe.reward.weight
         self.advantages = AdvantageRole(*learnt_from, plan, store, watch, recorder)
@@ -211,7 +212,7 @@ class TrainRank:
         return {name: total / count for name, (total, count) in sums.items() if count}
 
     def kl_state(self) -> dict[str, float]:
-        return self.advantages.kl.state_dict()
+        return self.advantages.kl.state_dict() | self.student.balance.state_dict()
 
     def updates(self) -> tuple[int, ...]:
         critic = () if self.critic is None else (self.critic.critic.stepper.begun,)
@@ -242,7 +243,9 @@ class TrainRank:
         if self.rank == 0:
             self.store.load(folder / "store")
             self.recorder.restore(folder / "store")
-        self.advantages.kl.load_state_dict(dict(kl_state))
+        balance = {name: value for name, value in kl_state.items() if "/" in name}
+        self.student.balance.load_state_dict(balance)
+        self.advantages.kl.load_state_dict({k: v for k, v in kl_state.items() if k not in balance})
         return self.version
 
     def export(self, folder: Path) -> None:

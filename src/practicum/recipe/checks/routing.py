@@ -32,7 +32,12 @@ def check_route(recipe: Recipe) -> Iterator[RecipeError]:
     route, teachers = recipe.route, recipe.teachers
     if len(teachers) < 2:
         return
-    if route.shares is not None:
+    if route.balance == "shares" and route.shares is None:
+        yield RecipeError("route.balance", "shares without route.shares", "route.shares of each teacher")
+    if route.balance in ("tokens", "sigma") and route.shares is not None:
+        found, advice = f"shares with route.balance {route.balance}", "remove one of the two"
+        yield RecipeError("route.shares", found, "route.balance shares or update", advice)
+    elif route.shares is not None:
         yield from _shares(route.shares, [name for name in teachers if name not in in_targets(teachers)])
     lost = list(_lost(route, teachers))
     yield from lost or _cover(route, teachers, recipe.tasks)

@@ -132,7 +132,13 @@ class Route(Section):
         {}, "Teacher of each value, or weights to draw it by ({a: 0.7, b: 0.3}); else the value is its name."
     )
     shares: dict[str, float] | None = key(
-        None, "Target share of the loss of each teacher; unset: what the token counts give."
+        None, "Target share of the loss of each teacher, or of the update; unset: what the token counts give."
+    )
+    balance: Literal["tokens", "shares", "sigma", "update"] | None = key(
+        None,
+        "How teachers share the loss: tokens; shares (of the loss, as route.shares says); sigma (tokens by "
+        "the inverse spread of log teacher - log student); update (feedback holds the shares of the update "
+        "at route.shares, or at those of the prompts). Unset: shares if they are set, else tokens.",
     )
     project: bool = key(
         False, "Project each step so that no teacher's loss in a domain grows (first order; always measured)."
@@ -140,6 +146,10 @@ class Route(Section):
     measure_every: int = key(
         20, "Steps between measurements of each teacher's share of gradient and update; 0 = never.", ge=0
     )
+
+    @property
+    def balanced_by(self) -> Literal["tokens", "shares", "sigma", "update"]:
+        return self.balance or ("tokens" if self.shares is None else "shares")
 
 
 if TYPE_CHECKING:
