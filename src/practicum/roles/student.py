@@ -76,7 +76,8 @@ class StudentRole:
         self.parallel, self.cutter = learner.parallel, cutter
         self._old, self._numbers, self._measure_every = old, teachers, route.measure_every
         self._balanced_by, targets = route.balanced_by, route.shares
-        self.balance = UpdateBalance(targets and {teachers[name]: share for name, share in targets.items()})
+        known = {teachers[name]: share for name, share in (targets or {}).items()}
+        self.balance = UpdateBalance(known or None)
 
     @stage("old_logprobs", rows=rank_share)
     def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:

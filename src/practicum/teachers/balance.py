@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from practicum.errors import PracticumError
-
 LIMIT = 4.0
 """Largest factor; the smallest is its inverse."""
 LEAST_TOKENS = 200
@@ -73,6 +71,4 @@ class UpdateBalance:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         for name, value in state.items():
             kind, _, number = name.partition("/")
-            if not number.isdecimal():
-                raise PracticumError(f"the checkpoint has a state {name} of route.balance that is unknown")
             (self.factors if kind == "balance" else self._means)[int(number)] = value
