@@ -19,6 +19,7 @@ RISES = {
     "sapo": 0.08,
     "second_thoughts": 0.06,
     "taught": 0.03,
+    "answers": 0.1,
     "maxrl": 0.08,
     "gdpo": 0.15,
     "top_entropy": -0.05,

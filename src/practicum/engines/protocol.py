@@ -164,6 +164,14 @@ class Memory:
     kv: int
 
 
+class Generates(Protocol):
+    """Samples responses."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one response."""
+        ...
+
+
 class Scorer(Protocol):
     """A model that scores tokens, here or elsewhere. What an implementation leaves out has no effect."""
 

@@ -21,7 +21,7 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
-from practicum.engines.protocol import Engine, Sampling
+from practicum.engines.protocol import Engine, Generates, Sampling
 from practicum.errors import PracticumError, SessionError
 from practicum.models.vision import sequence_positions
 from practicum.observe.records.recorder import NOT_RECORDED, SAMPLED, Recorder
@@ -266,9 +266,13 @@ class SessionRunner:
         context: int,
         config: Any,
         teacher_of: Callable[[Prompt], str] | None = None,
+        answerers: Mapping[str, Generates] | None = None,
         recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        """`deadline_s` is a session's, and `teacher_of` names the teacher of a prompt, if there are any."""
+        """`deadline_s` is a session's, and `teacher_of` names the teacher of a prompt, if there are any.
+
+        `answerers` are teachers that answer their prompts in place of the engine.
+        """
         self.agent, self.deadline_s = agent, deadline_s
         self.plan, self.store, self.recorder = plan, store, recorder
         self.encoder, self.functions, self.toolbox = encoder, functions, toolbox
@@ -276,7 +280,9 @@ class SessionRunner:
         self.context, self.config, self.teacher_of = context, config, teacher_of
         self.vocab: int = config.get_text_config().vocab_size
         self.loop = find_loop(agent.loop)
-        self._policy = EnginePolicy(engine, keep=agent.loop != "single_turn")
+        keep = agent.loop != "single_turn"
+        self._policy = EnginePolicy(engine, keep=keep)
+        self._policies = {name: EnginePolicy(one, keep=keep) for name, one in (answerers or {}).items()}
         assert isinstance(self.tokenizer.eos_token_id, int)
         self.end_id = self.tokenizer.eos_token_id
 
@@ -293,9 +299,12 @@ class SessionRunner:
         then: Callable[[list[SessionRow]], Awaitable[None] | None],
     ) -> Coroutine[Any, Any, AttemptResult]:
         """Run one session. `then` gets its rows, and the work that it returns is done before this ends."""
-        return self._attempt(
-            attempt, start, self._policy, seed, lambda ended: then(self.rows(attempt, ended))
-        )
+        policy = self._policies[self.answerer(attempt)] if self._policies else self._policy
+        return self._attempt(attempt, start, policy, seed, lambda ended: then(self.rows(attempt, ended)))
+
+    def answerer(self, attempt: Attempt) -> str:
+        """Return the teacher that answers a prompt in place of the engine; empty if none does."""
+        return self.teacher_of(attempt.prompt) if self._policies and self.teacher_of is not None else ""
 
     async def demonstrate(self, prompt: Prompt) -> list[SessionRow]:
         """Run a demonstrator in the agent's loop; return its rows for supervised training."""

@@ -94,7 +94,7 @@ def student_source(algorithm: Algorithm) -> Literal["old_logprobs", "rollout_log
 def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     """Return every stage, in order, with this recipe's reads and writes."""
     algorithm, distill, lag = recipe.algorithm, recipe.distill, recipe.rollout.lag
-    supervised, policy = recipe.is_supervised, recipe.has_policy_loss
+    supervised, answered, policy = recipe.is_supervised, recipe.teachers_answer, recipe.has_policy_loss
     critic = estimator_traits(algorithm.advantage).critic
     estimates, kl, by_policy = recipe.has_advantage_estimator, algorithm.kl.place, recipe.distils_by_policy
     weighs, loss = recipe.corrects_mismatch, f"algorithm.loss is {algorithm.loss}"
@@ -142,13 +142,19 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     of_recipe: dict[str, dict[str, Any]] = {
         "demonstrate": {
             "writes": (*_ROWS, *vision),
-            "skip_reason": "" if supervised else f"{loss}: the student's own answers are the batch",
+            "skip_reason": ""
+            if recipe.demonstrates
+            else f"{loss}: {'teachers answer' if answered else 'the student samples its answers'}",
         },
         "rollout": {
             "writes": (*_ROWS, "rollout_logprobs", "plain_logprobs", *vision, *experts),
-            "skip_reason": f"{loss}: demonstrations are the batch" if supervised else "",
+            "skip_reason": f"{loss}: demonstrations are the batch" if recipe.demonstrates else "",
+            "about": "the teachers answer" if answered else "the student answers",
         },
-        "reward": {"effect": recipe.reward.log_only},
+        "reward": {
+            "effect": recipe.reward.log_only or answered,
+            "about": "choose the right answers" if answered else "judge each session",
+        },
         # Colocated ones share the learner's devices, and so its time.
         "teachers": {
             "reads": (*_TOKENS, *images),
@@ -233,5 +239,5 @@ def _why_unread(recipe: Recipe) -> dict[str, str]:
         if recipe.is_supervised
         else "there is no policy loss: reward.weight is 0 and the teachers enter by the loss",
         "reward": "reward.weight is 0" if recipe.reward.weight == 0 else "demonstrations are not judged",
-        "teacher_logprobs": "the recipe has no teachers" if recipe.distill is None else "",
+        "teacher_logprobs": "no teacher scores answers" if recipe.distill is None else "",
     }

@@ -163,7 +163,7 @@ class TrainRank:
             recorder,
             temperature=recipe.rollout.temperature,
             old=ratio_source(recipe),
-            teachers=recipe.teacher_numbers,
+            teachers={} if teachers is None else recipe.teacher_numbers,
             route=recipe.route,
         )
         learnt_from = recipe.algorithm, recipe.distill, recipe.reward.weight

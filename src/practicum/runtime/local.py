@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from practicum.checks.watch import Watch
-from practicum.concurrency.gather import gather_all
+from practicum.concurrency.gather import gather_all, in_thread
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key
 from practicum.dataplane.memory_store import MemoryStore
@@ -69,9 +69,16 @@ class LocalWorkers:
     """Sessions and their scoring in this process; see `roles.rollout.SessionWorkers`."""
 
     def __init__(
-        self, sessions: SessionRunner, reward: RewardRole, teachers: TeacherRole | None, engine: Engine
+        self,
+        sessions: SessionRunner,
+        reward: RewardRole,
+        teachers: TeacherRole | None,
+        engine: Engine,
+        answering: Teachers | None = None,
     ) -> None:
+        """`answering` are teachers that answer in place of the engine."""
         self.sessions, self.rewards, self.teachers, self.engine = sessions, reward, teachers, engine
+        self.answering = answering
 
     async def run(
         self,
@@ -91,10 +98,15 @@ class LocalWorkers:
             keys.extend(batch.keys)
             return finished(batch)
 
+        by_teacher: dict[str, list[Attempt]] = {}
+        for attempt in attempts:
+            by_teacher.setdefault(self.sessions.answerer(attempt), []).append(attempt)
         with self.sessions.recorder.span("rollout", attempts[0].prompt.step, rows=len(attempts)):
-            async with asyncio.TaskGroup() as group:
-                for attempt in attempts:
-                    group.create_task(self.sessions.run(attempt, starts[attempt.prompt.uid], seed, write))
+            for teacher, asked in by_teacher.items():
+                awake = self.answering.awake(teacher) if teacher and self.answering else nullcontext()
+                async with in_thread(awake) if teacher else nullcontext(), asyncio.TaskGroup() as group:
+                    for attempt in asked:
+                        group.create_task(self.sessions.run(attempt, starts[attempt.prompt.uid], seed, write))
         return keys
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
@@ -146,7 +158,8 @@ class LocalRoles:
         if self.lag and not hosted and self.kind.shares_model:
             sampling = [copy_on_base(model).requires_grad_(False) for _ in engines]
         self.recipe, self.store, recorder = recipe, MemoryStore(), Recorder(record)
-        rank = TrainRank(recipe, plan, self.store, watch, model, frozen.teachers, recorder=recorder)
+        scoring = frozen.teachers if "teachers" in plan else None
+        rank = TrainRank(recipe, plan, self.store, watch, model, scoring, recorder=recorder)
         self.rank, self.stop, self.stages, self.export = rank, rank.stop, rank.stages, rank.export
         self.transcripts, self.session_advantages = rank.transcripts, rank.session_advantages
         self.kl_state, self.updates = rank.kl_state, rank.updates
@@ -195,9 +208,12 @@ class LocalRoles:
     def _make_rollout(self, plan: Plan, model: PreTrainedModel, engine: Engine) -> RolloutRole:
         recipe, store, frozen, encoder = self.recipe, self.store, self.frozen, self.rank.encoder
         functions, recorder = RewardFunctions(recipe.tasks, recipe.reward), self.rank.recorder
-        teachers, route = None, None
+        teachers, route, answering = None, None, None
         if "teachers" in plan:
             teachers = self.rank.teachers
+        if recipe.teachers_answer and "update_student" in plan:
+            answering = frozen.teachers
+        if teachers is not None or answering is not None:
             route = partial(teacher_of, route=recipe.route, teachers=recipe.teachers, seed=recipe.seed)
         sessions = SessionRunner(
             recipe.agent,
@@ -211,6 +227,7 @@ class LocalRoles:
             context=recipe.rollout.context_for(context_length(model)),
             config=model.config,
             teacher_of=route,
+            answerers=None if answering is None else answering.scorers,
             recorder=recorder,
         )
         deadline_s, models = recipe.rollout.deadline_s, frozen.reward_models if "reward" in plan else None
@@ -225,9 +242,9 @@ class LocalRoles:
             frozen.residency,
             recorder,
             deadline_s=deadline_s,
-            learnt=recipe.uses_reward,
+            learnt=recipe.uses_reward or answering is not None,
         )
-        workers = LocalWorkers(sessions, reward, teachers, engine)
+        workers = LocalWorkers(sessions, reward, teachers, engine, answering)
         others = functions, recipe.reward.models, recipe.teachers
         return RolloutRole(plan, store, workers, *others, deadline_s=deadline_s)
 
@@ -318,7 +335,7 @@ def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | 
             for scorer in reward_models.values():
                 undo.callback(scorer.close)
         sleepers, residency = sleeping_models(reward_models), None
-        if "teachers" in plan:
+        if "teachers" in plan or (recipe.teachers_answer and "update_student" in plan):
             how = recipe.distill, recipe.runtime, spec, seed
             teachers = load_teachers(recipe.teachers, *how, model, sleepers)
             undo.callback(teachers.close)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from practicum.engines.protocol import Counter, Engine, GenerateRequest, Generation, Sampling
+from practicum.engines.protocol import Counter, GenerateRequest, Generates, Generation, Sampling
 from practicum.errors import RecipeError, SessionError
 from practicum.models.vision import Images
 from practicum.recipe.schema.rollout_sections import Agent
@@ -165,7 +165,7 @@ class Policy(Protocol):
 class EnginePolicy:
     """The student: an engine samples its turns. With `keep`, the engine may cache each for the next one."""
 
-    def __init__(self, engine: Engine, *, keep: bool = False) -> None:
+    def __init__(self, engine: Generates, *, keep: bool = False) -> None:
         self._engine, self._keep = engine, keep
 
     def next(

@@ -56,7 +56,8 @@ class UpdateBalance:
         if whole <= 0:  # the step went against all of them, by momentum
             return
         for number, share in shares.items():
-            before, target = self._means.get(number, share / whole), targets[number] / wanted
+            target = targets[number] / wanted
+            before = self._means.get(number, target)
             mean = self._means[number] = MEMORY * before + (1 - MEMORY) * share / whole
             # A teacher that works against the step needs more of it.
             ratio = target / max(mean, target / LIMIT**2)

@@ -55,7 +55,7 @@ class DataReport:
 
 def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> DataReport:
     """Check tasks, reward functions and rows. Mistakes are one RecipeErrors, then bad rows a DataError."""
-    report = DataReport(0 if recipe.is_supervised else recipe.rollout.max_new_tokens)
+    report = DataReport(0 if recipe.demonstrates else recipe.rollout.max_new_tokens)
     problems: list[RecipeError] = []
     faults: list[str] = []
     try:
@@ -179,7 +179,7 @@ class _TaskCheck:
         unknown = self.encode.tokenizer.unk_token_id
         while batch := list(islice(remaining, _BATCH)):
             answers: list[list[int]] = [[]] * len(batch)
-            if recipe.is_supervised:  # an answer that is none is named by its row, after the pass
+            if recipe.demonstrates:  # an answer that is none is named by its row, after the pass
                 texts = [str(prompt.answer) for prompt in batch]
                 answers = self.encode.tokenizer(texts, add_special_tokens=False)["input_ids"]
             encoded = self.encode.whole_of(batch)
@@ -192,7 +192,7 @@ class _TaskCheck:
                 if unknown is not None and (unknown in ids or unknown in answer):
                     text = repr(prompt.content if unknown in ids else prompt.answer)
                     self._unknown.append(f"{where}: a row with unknown characters: {shorten(text)}")
-                new_tokens = len(answer) + 1 if recipe.is_supervised else recipe.rollout.max_new_tokens
+                new_tokens = len(answer) + 1 if recipe.demonstrates else recipe.rollout.max_new_tokens
                 tokens = min(len(ids), self.encode.room(self.name) or len(ids))
                 report.prompts += 1
                 report.evaluated += is_held_out
@@ -236,7 +236,7 @@ def tokenizer_problems(
     except RecipeError as problem:
         yield problem
     else:
-        if uses_chat and tokenizer.chat_template and not recipe.is_supervised:
+        if uses_chat and tokenizer.chat_template and not recipe.demonstrates:
             yield from _turn_end(tokenizer, stop)
 
 

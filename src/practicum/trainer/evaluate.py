@@ -26,13 +26,12 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import eval_prompts
 from practicum.trainer.run_folder import RunFolder, append_lines, folder_of
 from practicum.trainer.run_models import resolve_models
+from practicum.trainer.sample_step import PASS_REWARD
 from practicum.trainer.samples import describe, mean_by_name
 
 EVAL = "eval"
 SEED_OFFSET = 1_000_000_007
 """Added to the run's seed, so that an evaluation prompt never draws a training prompt's numbers."""
-PASS_REWARD = 1.0
-"""Reward from which a sample counts as a pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from practicum.tasks.stream import PromptStream
 from practicum.trainer.samples import choose_prompts, mean_by_name
 
 TRAIN = "train"
+PASS_REWARD = 1.0
+"""A session with at least this reward is right."""
 Metrics = dict[str, float]
 
 
@@ -96,6 +99,21 @@ def take_groups(groups: Sequence[Group], count: int, partition: str) -> tuple[Ba
     return BatchRef(partition, tuple(k for k, _ in kept), tuple(t for _, t in kept)), baselines
 
 
+def keep_right(step: SampledStep) -> Metrics:
+    """Leave the answers of teachers that the task's rewards accept, and count them by teacher."""
+    answers, right = step.batch, step.batch.where(lambda _, tags: (tags.reward or 0.0) >= PASS_REWARD)
+    kept, found = {key[:2] for key in right.keys}, Counter[str]()
+    for name, teacher in {key[:2]: tags.teacher for key, tags in answers}.items():
+        found[f"answers/{'accepted' if name in kept else 'rejected'}/{teacher}"] += 1
+    if not right:
+        raise PracticumError(
+            f"the rewards accept none of the teachers' {sum(found.values())} answers in this step (at least "
+            f"{PASS_REWARD:g} is right): check the teachers on these tasks, or raise rollout.samples"
+        )
+    step.batch = right
+    return {"answers/accepted": len(kept), "answers/rejected": sum(found.values()) - len(kept), **found}
+
+
 class StepSampler:
     """Samples steps over a set of roles. Its state is the prompt stream."""
 
@@ -160,6 +178,8 @@ class StepSampler:
             kept += keep_groups(new, filters, on_failure)
         step.batch, step.baselines = take_groups(kept, needed, TRAIN)
         later: Metrics = {"groups/refills": refills} if filters else {}
+        if recipe.teachers_answer:
+            later |= keep_right(step)
         if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
             # Groups whose greedy session failed are left out and counted.
             lost = {key.prompt for key in step.batch.keys} - set(step.baselines)

@@ -136,9 +136,11 @@ class StepRunner:
             return
         sessions = recipe.rollout.samples + estimator_traits(recipe.algorithm.advantage).greedy_baseline
         for batch in sampled.rolled:
-            self.watch("weight_version", invariants.weight_version(batch, sampled.version))
+            if not recipe.teachers_answer:
+                self.watch("weight_version", invariants.weight_version(batch, sampled.version))
             self.watch("groups", invariants.groups(batch, sessions))
-        uids, filters = [prompt.uid for prompt in sampled.prompts], recipe.refills > 0
+        uids = [prompt.uid for prompt in sampled.prompts]
+        filters = recipe.refills > 0 or recipe.teachers_answer
         self.watch("groups", invariants.drawn(uids, sampled.rolled, sampled.batch, filters=filters))
 
     def _take_report(self, stage: StageSpec, step: StepInfo, report: Any) -> tuple[StepInfo, Metrics]:

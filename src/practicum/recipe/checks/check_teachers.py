@@ -18,11 +18,12 @@ _IDENTITY = ("model", "adapter", "url", "student", "prompt_prefix", "tokenizer",
 def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
     """Yield every problem of the teachers themselves, and of teachers and distill without one another."""
     teachers, distill = recipe.teachers, recipe.distill
-    if recipe.is_supervised and (teachers or distill):
-        key = "distill" if distill else "teachers"
-        found, expected = f"{key} with algorithm.loss supervised", "another algorithm.loss"
-        advice = f"teachers correct what the student samples: remove algorithm.loss, or {key}"
-        yield RecipeError(key, found, expected, advice)
+    if recipe.is_supervised and distill:
+        found, expected = "distill with algorithm.loss supervised", "another algorithm.loss"
+        advice = "teachers correct what the student samples: remove algorithm.loss, or distill"
+        yield RecipeError("distill", found, expected, advice)
+    elif recipe.teachers_answer:
+        yield from _answering(recipe)
     elif teachers and distill is None:
         advice = "add distill: {} to learn from them by the defaults, or remove them"
         yield RecipeError("teachers", f"{', '.join(teachers)} without distill", "a distill section", advice)
@@ -34,6 +35,23 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
         yield from _teacher(f"teachers.{name}", teacher)
     yield from _duplicates(teachers)
     yield from _targets(teachers, distill)
+
+
+def _answering(recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield teachers that can't sample answers for supervised training."""
+    if recipe.on_ray:
+        found, advice = "teachers that answer with runtime.kind ray", "set runtime.kind: local"
+        yield RecipeError("teachers", found, "teachers that answer in this process", advice)
+    for name, teacher in recipe.teachers.items():
+        keys = ("url", "adapter", "student", "prompt_prefix", "target")
+        unfit = [key for key in keys if getattr(teacher, key) is not None]
+        unfit += ["engine"] * (teacher.engine != "torch")
+        if unfit:
+            found = f"{unfit[0]} of a teacher that answers (algorithm.loss supervised)"
+            advice = "merge an adapter into its base first" if "adapter" in unfit else f"remove {unfit[0]}"
+            yield RecipeError(
+                f"teachers.{name}.{unfit[0]}", found, "a model here, on the torch engine", advice
+            )
 
 
 def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:

@@ -86,7 +86,11 @@ class Algorithm(Section):
     advantage: AdvantageName = key(
         "grpo", "Estimator of the advantage; none only for supervised training.", ESTIMATES
     )
-    loss: LossName = key("ppo_clip", "Policy loss, or supervised training on demonstrations.", _POLICY)
+    loss: LossName = key(
+        "ppo_clip",
+        "Policy loss; supervised: on demonstrations, or with teachers on their right answers.",
+        _POLICY,
+    )
     aggregation: AggregationName = key(
         "token_mean", "How token losses become one number, by global real counts."
     )

@@ -27,7 +27,7 @@ _WITH_CRITIC = read_if(
     "remove it, or set algorithm.advantage to gae",
 )
 _ON_POLICY = read_if(
-    lambda r: not r.is_supervised, "with algorithm.loss supervised", "demonstrations are not judged"
+    lambda r: not r.is_supervised, "with algorithm.loss supervised", "its rewards are not learnt from"
 )
 _BESIDE = read_if(
     lambda recipe: recipe.reward.weight == 0,
@@ -296,17 +296,17 @@ class Recipe(Section):
 
     @property
     def is_supervised(self) -> bool:
-        """The batch is demonstrations."""
+        """The batch is answers to imitate: demonstrations, or answers of teachers."""
         return self.algorithm.loss == "supervised"
 
     @property
     def counts(self) -> Counts:
         train = self.train
         return Counts(
-            supervised=self.is_supervised,
+            supervised=self.demonstrates,
             steps=train.steps,
             prompts=train.prompts,
-            samples=1 if self.is_supervised else self.rollout.samples,
+            samples=1 if self.demonstrates else self.rollout.samples,
             baselines=train.prompts if estimator_traits(self.algorithm.advantage).greedy_baseline else 0,
             epochs=train.epochs,
             minibatches=train.minibatches,
@@ -325,6 +325,16 @@ class Recipe(Section):
         return 2 * (1 + self.refills) * self.rollout.deadline_s + 60.0
 
     @property
+    def teachers_answer(self) -> bool:
+        """Teachers sample the answers of supervised training, and rewards choose among them."""
+        return self.is_supervised and bool(self.teachers)
+
+    @property
+    def demonstrates(self) -> bool:
+        """The tasks' demonstrations are the batch."""
+        return self.is_supervised and not self.teachers
+
+    @property
     def uses_reward(self) -> bool:
         return not self.is_supervised and self.reward.weight > 0
 
@@ -336,7 +346,7 @@ class Recipe(Section):
     @property
     def tasks_needing_answer(self) -> set[str]:
         """Tasks whose rows must have an answer: for a reward, a loop or a demonstration."""
-        needed = self.is_supervised or self.agent.loop == "retry"
+        needed = self.demonstrates or self.agent.loop == "retry"
         return {
             name
             for name in self.tasks
@@ -345,7 +355,7 @@ class Recipe(Section):
 
     @property
     def computes_reward(self) -> bool:
-        return self.uses_reward or (self.reward.log_only and not self.is_supervised)
+        return self.uses_reward or self.teachers_answer or (self.reward.log_only and not self.is_supervised)
 
     @property
     def distils_by_loss(self) -> bool:

@@ -11,9 +11,7 @@ from practicum.recipe.schema.section import ReadWhen, Section, key, read_if, rea
 
 ON_RAY = read_with("runtime.kind", "ray", refused=False)
 """What a recipe says of a cluster may stay in runs without one."""
-_ROLLOUTS = read_if(
-    lambda recipe: recipe.algorithm.loss != "supervised", "with algorithm.loss supervised", refused=False
-)
+_ROLLOUTS = read_if(lambda recipe: not recipe.demonstrates, "with algorithm.loss supervised", refused=False)
 """Of rollouts for training; an SFT recipe may share a base with others."""
 
 
