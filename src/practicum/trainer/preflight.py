@@ -42,6 +42,7 @@ from practicum.teachers.check_routes import check_routes
 from practicum.teachers.load_teachers import base_spec, probe_servers
 from practicum.teachers.teacher_checks import check_bases, check_teachers, longest_prompts
 from practicum.trainer.check_data import check_data, tokenizer_problems
+from practicum.trainer.probe_teachers import probe_teachers
 from practicum.trainer.run_folder import choose_folder, folder_of, require_possible
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.try_functions import check_parts, try_rewards
@@ -80,6 +81,8 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
     check_bases(recipe.teachers, recipe.model, base_fingerprint(model))
+    probed, doubts = probe_teachers(recipe, model)
+    findings = [*probed, *findings]
     if (path := recipe.algorithm.kl.reference) is not None:
         load_reference(recipe.model, recipe.seed, path, model)
         findings.append(f"reference: {path} loads")
@@ -93,7 +96,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
             largest = max(memory.parts, key=lambda part: memory.parts[part])
             rest = f"most of it {largest}; `practicum plan` shows the rest"
             sizes.append(f"memory: about {memory.total / GIB:.2f} GiB, {rest}")
-    return replace(found, findings=findings, sizes=sizes)
+    return replace(found, findings=findings, warnings=[*doubts, *found.warnings], sizes=sizes)
 
 
 def check_without_models(recipe: Recipe) -> Preflight:
