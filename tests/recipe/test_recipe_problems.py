@@ -107,7 +107,7 @@ def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
         ("rollout.top_p=2", "2", "a number, greater than 0 and at most 1", ""),
         ("algorithm.lam=2", "2", "a number, at least 0 and at most 1", ""),
         ("rollout.stop=x", "'x'", "a list of strings", ""),
-        ("rollout.stop=[3]", "3", "text", "put it in quotes"),
+        ("rollout.stop=[3]", "3", "a string", "put it in quotes"),
         ("train.gradient_checkpointing=on", "'on'", "true or false", "write true"),
         ("train.gradient_checkpointing=1", "1", "true or false", ""),
         (
@@ -211,9 +211,9 @@ FORMS = "one of colocated, own, or {own: …}"
             "a mapping",
             "write {} to take the defaults; its keys are replicas, threads",
         ),
-        ("route.map.sort=3", "route.map.sort", "text, or a mapping of names to numbers", ""),
+        ("route.map.sort=3", "route.map.sort", "a string, or a mapping of names to numbers", ""),
         ("route.map.sort={a: b}", "route.map.sort.a", "a number", ""),
-        ("route.map=a", "route.map", "a mapping of names to text or mappings", ""),
+        ("route.map=a", "route.map", "a mapping of names to strings or mappings", ""),
         (
             "teachers.math.modell=x",
             "teachers.math.modell",
