@@ -327,5 +327,7 @@ def test_the_command_line_checks_parts_beside_the_recipe(beside: Path, monkeypat
     found = CliRunner().invoke(app, ["check", "../recipe.yaml", "--all"])
     assert found.exit_code == 0, found.output
     words = " ".join(found.output.split())
-    assert "each called once: algorithm.advantage median:median, algorithm.loss spo:spo, algorithm.aggr" in words
+    assert (
+        "each called once: algorithm.advantage median:median, algorithm.loss spo:spo, algorithm.aggr" in words
+    )
     assert "algorithm.loss: ../spo.py" in words or f"algorithm.loss: {beside}/spo.py" in words

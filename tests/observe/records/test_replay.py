@@ -102,9 +102,7 @@ def test_what_cannot_be_replayed_is_a_sentence(whole_run: Path, tmp_path: Path):
         replay_step(whole_run, 2, ["algorithm.loss=pop_clip"])
     copy = shutil.copytree(whole_run, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "step-000001")
-    with pytest.raises(
-        PracticumError, match=r"needs the checkpoint of step 1, but .* has checkpoints of 2"
-    ):
+    with pytest.raises(PracticumError, match=r"needs the checkpoint of step 1, but .* has checkpoints of 2"):
         replay_step(copy, 2)
     some = recorded_run(tmp_path / "some", "track.record=1", "train.steps=1")
     with pytest.raises(PracticumError, match=r"track.record: 1\): a replay needs all"):
