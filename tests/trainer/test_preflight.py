@@ -100,7 +100,7 @@ def test_a_prompt_that_is_cut_keeps_its_end(tmp_path: Path):
 
 def test_a_session_without_room_for_an_answer_says_so(tmp_path: Path):
     loaded = tiny(tmp_path, agent={"loop": "tests.trainer.loops:crowded"})
-    with pytest.raises(PracticumError, match="prompt (100 tokens) leaves no room in the context (64)"):
+    with pytest.raises(PracticumError, match=r"prompt \(100 tokens\) leaves no room"):
         train_loaded(loaded, tmp_path / "run")
 
 
