@@ -130,7 +130,7 @@ def denominator(counted: float | None, expected: int) -> str | None:
 
 
 def loss_weights(found: float, expected: float) -> str | None:
-    """The weights of all tokens that were learnt from add up to what the aggregation says."""
+    """The weights of all tokens that were trained on add up to what the aggregation says."""
     if abs(found - expected) <= _WEIGHT * expected:
         return None
     return (
@@ -198,7 +198,7 @@ def groups(batch: BatchRef, samples: int) -> str | None:
 def drawn(
     prompts: Sequence[int], rolled: Sequence[BatchRef], batch: BatchRef, *, filters: bool
 ) -> str | None:
-    """Each prompt that a step drew was rolled out; it is learnt from too, unless a session of it failed.
+    """Each prompt that a step drew was rolled out; it is trained on too, unless a session of it failed.
 
     With `filters`, groups may be left out by their rewards.
     """

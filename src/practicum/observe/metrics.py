@@ -40,7 +40,7 @@ METRICS: dict[str, str] = {
     "groups/without_baseline": "Groups left out because their greedy baseline failed (remax).",
     "groups/refills": "Further rollouts made to refill filtered groups.",
     "groups/short": "Groups that are still missing after all refills.",
-    "answers/accepted": "Answers of teachers that the rewards accept, and that are learnt from (supervised).",
+    "answers/accepted": "Answers of teachers that the rewards accept, and that are trained on (supervised).",
     "answers/rejected": "Answers of teachers that the rewards reject.",
     "answers/accepted/<teacher>": "The same of one teacher.",
     "answers/rejected/<teacher>": "The same of one teacher.",
@@ -92,7 +92,7 @@ METRICS: dict[str, str] = {
     "cosine/<teacher>/<other>": "Cosine of the gradients of two teachers, if measured.",
     "teacher/<teacher>/kl": "k1 estimate of KL(student || teacher), mean over its tokens.",
     "teacher/<teacher>/overlap": "Share of its top-k that is in the student's own top-k.",
-    "teacher/<teacher>/reward": "Mean reward of its sessions, if answers are judged.",
+    "teacher/<teacher>/reward": "Mean reward of its sessions, if answers are scored.",
     "teacher/<teacher>/entropy": "Entropy of the student on its tokens.",
     "teacher/<teacher>/entropy_gap": "Entropy of the student minus the teacher's.",
     "teacher/<teacher>/seconds": "Seconds it was scoring (colocated: awake).",
@@ -123,7 +123,7 @@ METRICS: dict[str, str] = {
 
 @lru_cache(4096)
 def describe_metric(name: str) -> str:
-    """Return what a metric is, in a sentence; empty for one that only its user knows."""
+    """Return what a metric is, in a sentence, or empty for one that only its user knows."""
     for known, about in METRICS.items():
         if re.fullmatch(re.sub(r"<\w+>", "[^/]+", known), name) and not about.startswith("Other"):
             return about

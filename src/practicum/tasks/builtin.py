@@ -158,16 +158,16 @@ TOTAL = Procedural(
     {
         "numbers": Option((2, 4), 2, 12, "Numbers to add."),
         "digits": Option((2, 3), 1, 12, "Digits of each number."),
-        "direct": Option(0, 0, 100, "Percent of demonstrations that answer at once, without the tool."),
+        "direct": Option(0, 0, 100, "Percent of SFT examples that answer at once, without the tool."),
     },
     _make_total,
     demonstrate=_demonstrate_total,
 )
 
 
-_SIZE = Option((16, 16), 12, 64, "Pixels of a picture's sides; each is drawn on its own.")
-_PICTURES = Option((1, 1), 1, 4, "Pictures of a prompt; of several, one is asked for by its number.")
-_TEXT_ONLY = Option(0, 0, 100, "Percent of prompts that say in words what a picture would show.")
+_SIZE = Option((16, 16), 12, 64, "Pixels of an image's sides; each is drawn on its own.")
+_PICTURES = Option((1, 1), 1, 4, "Images of a prompt; of several, one is asked for by its number.")
+_TEXT_ONLY = Option(0, 0, 100, "Percent of prompts that say in words what an image would show.")
 
 
 def _draw_size(draws: Draws, settings: Settings) -> tuple[int, int]:
@@ -176,7 +176,7 @@ def _draw_size(draws: Draws, settings: Settings) -> tuple[int, int]:
 
 
 def _ask(draws: Draws, name: str, pictures: Sequence[Picture], answers: Sequence[str]) -> Example:
-    """Return the prompt that asks for one of the pictures, and its answer."""
+    """Return the prompt that asks for one of the images, and its answer."""
     if len(pictures) == 1:
         return Example(f"{name}=", answers[0], tuple(pictures))
     wanted = draws.below(len(pictures))
@@ -209,7 +209,7 @@ def _colour_picture(draws: Draws, settings: Settings, colours: list[str]) -> Pic
 
 COLOUR = Procedural(
     "colour",
-    "Name the colour of the shape in a picture; needs a vision model.",
+    "Name the colour of the shape in an image; needs a vision model.",
     {
         "colours": Option(4, 2, len(COLOURS), f"How many colours, of {', '.join(COLOURS)}."),
         "size": _SIZE,
@@ -255,9 +255,9 @@ def _dots_picture(draws: Draws, settings: Settings) -> Picture:
 
 DOTS = Procedural(
     "dots",
-    "Count the dots in a picture; needs a vision model.",
+    "Count the dots in an image; needs a vision model.",
     {
-        "dots": Option((1, 6), 1, _MOST_DOTS, "Dots in a picture."),
+        "dots": Option((1, 6), 1, _MOST_DOTS, "Dots in an image."),
         "size": _SIZE,
         "pictures": _PICTURES,
         "text_only": _TEXT_ONLY,

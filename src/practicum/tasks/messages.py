@@ -12,7 +12,7 @@ Content = str | list[Message]
 """What a prompt says: plain text, or chat messages."""
 
 PICTURE = "[picture]"
-"""How texts for people show a picture."""
+"""How texts for people show an image."""
 
 
 def user(text: str) -> Message:
@@ -29,7 +29,7 @@ def picture_message(pictures: Sequence[Any], text: str) -> Message:
 
 
 def image_parts(content: Content) -> Iterator[dict[str, Any]]:
-    """Yield the parts that are pictures, in the order in which they are read."""
+    """Yield the parts that are images, in the order in which they are read."""
     if isinstance(content, str):
         return
     for message in content:
@@ -38,7 +38,7 @@ def image_parts(content: Content) -> Iterator[dict[str, Any]]:
 
 
 def message_text(message: Message) -> str:
-    """Return the text of a message, with each picture as [picture]."""
+    """Return the text of a message, with each image as [picture]."""
     content = message["content"]
     if isinstance(content, str):
         return content

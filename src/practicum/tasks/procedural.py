@@ -20,7 +20,7 @@ _ATTEMPTS = 4096
 
 
 class Example(NamedTuple):
-    """A prompt, after its pictures if it has some, and its one right answer.
+    """A prompt, after its images if it has some, and its one right answer.
 
     `direct`: a demonstrator answers immediately, though the task is one for tools.
     """
@@ -87,8 +87,8 @@ def equals(response_text: str, answer: str, row: Mapping[str, Any]) -> float:
 class Procedural:
     """A kind of task: `make` draws an example, `check(response_text, answer, row)` scores.
 
-    `demonstrate(example, messages)` is the next turn of a demonstration. The prompts of a kind
-    with `pictures` are chats, those without a picture too.
+    `demonstrate(example, messages)` is the next turn of an SFT example. The prompts of a kind
+    with `pictures` are chats, those without an image too.
     """
 
     name: str

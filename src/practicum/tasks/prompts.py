@@ -196,10 +196,10 @@ def _encode_chat(
 def _place_images(
     prompt: Prompt, ids: list[int], processor: Processor | None
 ) -> tuple[list[int], Images | None]:
-    """Return the ids with as many image tokens as each image needs, and the images; None without any."""
+    """Return the ids with as many image tokens as each image needs, and the images, or None without any."""
     sources = [part["image"] for part in image_parts(prompt.content)]
     if processor is None and sources:
-        found = f"a model that is not a vision model, and {prompt} has {len(sources)} pictures"
+        found = f"a model that is not a vision model, and {prompt} has {len(sources)} images"
         fix = f"use one (a tiny one: model.random_init.family: qwen2_5_vl), or leave tasks.{prompt.task} out."
         raise RecipeError("model.path", found, "a vision model", fix)
     if processor is None:
@@ -209,8 +209,8 @@ def _place_images(
     places = ids.count(processor.image_token_id)
     if places != len(sources):
         raise DataError(
-            f"{prompt} has {len(sources)} pictures, and the chat template made {places} places for them; "
-            f"a text must not say {processor.image_token}, and a template must place pictures"
+            f"{prompt} has {len(sources)} images, and the chat template made {places} places for them; "
+            f"a text must not say {processor.image_token}, and a template must place images"
         )
     if not sources:
         return ids, None

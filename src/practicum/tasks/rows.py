@@ -216,7 +216,7 @@ def _opened(at: Location, versions: Any, reader: RowReader) -> RowSource:
 
 
 def find_fault(row: Any, reader: RowReader) -> str | None:
-    """Return what is wrong with a row's prompt; None if it is good."""
+    """Return what is wrong with a row's prompt, or None if it is good."""
     if not isinstance(row, dict):
         return f"a row is an object with named columns, this is {short_repr(row, 40)}"
     if reader.prompt not in row:
@@ -239,7 +239,7 @@ def find_fault(row: Any, reader: RowReader) -> str | None:
         places, count = sum("image" not in part for part in image_parts(prompt)), len(paths or [])
         if places != count:
             form = '{"type": "image"} without a path among the parts of a message\'s content'
-            fault = f"{count} pictures for {places} places; each needs one {form}"
+            fault = f"{count} images for {places} places; each needs one {form}"
     return f"column {IMAGES!r}: {fault}" if fault else None
 
 

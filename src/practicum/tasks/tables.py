@@ -212,7 +212,7 @@ class Location:
 
 
 def train_location(task: Task) -> Location | None:
-    """Return where the training rows are; None for a built-in task."""
+    """Return where the training rows are, or None for a built-in task."""
     if task.dataset is not None:
         return Location((), task.dataset, task.subset, task.split, "dataset")
     return _file_location(task.file, "file")
