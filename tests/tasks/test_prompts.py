@@ -150,7 +150,7 @@ def test_an_unreadable_picture_names_row_path_and_fix(processor, tmp_path):
     for n, broken in enumerate((b"", b"not a picture", whole[: len(whole) // 2])):
         path = tmp_path / f"{n}.png"
         path.write_bytes(broken)
-        with pytest.raises(DataError, match=rf"prompt 3 .*{path} can't be read: .*; write it again as PNG"):
+        with pytest.raises(DataError, match=rf"prompt 3 .*{path} can't be read: .*; save it again as PNG"):
             encode([picture_message([str(path)], "colour=")], processor)
 
 
@@ -175,7 +175,7 @@ def test_turned_photos_are_read_upright(tmp_path):
 def test_demonstrations_are_answers_as_text():
     assert demonstration(prompt("p", "abc")) == "abc"
     assert demonstration(prompt("p", 42)) == "42"
-    with pytest.raises(DataError, match=r"prompt 3 .*can't be demonstrated.*None"):
+    with pytest.raises(DataError, match=r"prompt 3 .*has no SFT example.*None"):
         demonstration(prompt("p", None))
 
 

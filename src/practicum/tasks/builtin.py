@@ -158,16 +158,16 @@ TOTAL = Procedural(
     {
         "numbers": Option((2, 4), 2, 12, "Numbers to add."),
         "digits": Option((2, 3), 1, 12, "Digits of each number."),
-        "direct": Option(0, 0, 100, "Percent of SFT examples that answer at once, without the tool."),
+        "direct": Option(0, 0, 100, "Percent of SFT examples that answer directly, without the tool."),
     },
     _make_total,
     demonstrate=_demonstrate_total,
 )
 
 
-_SIZE = Option((16, 16), 12, 64, "Pixels of an image's sides; each is drawn on its own.")
-_PICTURES = Option((1, 1), 1, 4, "Images of a prompt; of several, one is asked for by its number.")
-_TEXT_ONLY = Option(0, 0, 100, "Percent of prompts that say in words what an image would show.")
+_SIZE = Option((16, 16), 12, 64, "Pixels of an image's sides. Each side is drawn separately.")
+_PICTURES = Option((1, 1), 1, 4, "Images per prompt. With several, the question names one by number.")
+_TEXT_ONLY = Option(0, 0, 100, "Percent of prompts that describe the image as text.")
 
 
 def _draw_size(draws: Draws, settings: Settings) -> tuple[int, int]:
@@ -221,7 +221,7 @@ COLOUR = Procedural(
 )
 
 
-_CELL, _DOT = 4, 3  # pixels: a dot keeps to a cell of its own, so that dots do not touch
+_CELL, _DOT = 4, 3  # pixels: each dot is in a separate cell, so that dots do not touch
 _MOST_DOTS = 9
 
 
@@ -271,17 +271,17 @@ TASKS: dict[str, Procedural] = {
     kind.name: kind
     for kind in (COPY, REVERSE, ROTATE, COMPARE, COUNT, SORT, ADD, COUNTDOWN, TOTAL, COLOUR, DOTS)
 }
-"""By name, roughly from easy to hard, then the one for tools and those on images."""
+"""Kinds by name, roughly from easy to hard, then those for tools and images."""
 
 
 def find_kind(name: str, task: str = "<name>") -> Procedural:
-    """Return the kind of this name, built in or the user's own. RecipeError at the task for another name."""
+    """Return the built-in or custom kind of this name. Raise RecipeError at the task for an unknown name."""
     kind = find_part("task_kind", name, TASKS, path=f"tasks.{task}.kind", of=Procedural)
     return kind if name in TASKS else _guarded(kind, f"tasks.{task}.kind: {name}")
 
 
 def _guarded(kind: Procedural, what: str) -> Procedural:
-    """Return a user's kind whose functions report where they raised, and which makes only examples."""
+    """Wrap a custom kind: its functions report where they raised, and its examples are checked."""
 
     def make(draws: Draws, settings: Settings) -> Example:
         example = guarded(kind.make, what)(draws, settings)
@@ -304,7 +304,7 @@ def bind(task: str, kind: str, options: Mapping[str, Any]) -> BuiltinTask:
 
 
 class TaskDescription(NamedTuple):
-    """A kind as `practicum tasks` shows it; `options` maps names to a default and a sentence."""
+    """A kind in `practicum tasks`. `options` maps names to default and description."""
 
     name: str
     about: str
