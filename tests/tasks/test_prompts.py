@@ -134,7 +134,7 @@ def test_pictures_come_with_as_many_image_tokens_as_they_need(processor):
 
 
 def test_pictures_for_a_text_model_are_a_mistake_of_the_recipe():
-    with pytest.raises(RecipeError, match=r"model\.path: .*not a vision model.*2 pictures(.|\n)*qwen2_5_vl"):
+    with pytest.raises(RecipeError, match=r"model\.path: .*not a vision model.*2 images(.|\n)*qwen2_5_vl"):
         encode([picture_message([PICTURE, PICTURE], "colour=")], None)
 
 
@@ -161,7 +161,7 @@ def test_a_picture_of_a_shape_that_the_model_refuses_is_a_bad_row(processor):
 
 
 def test_a_text_that_forges_a_place_for_a_picture_is_a_bad_row(processor):
-    with pytest.raises(DataError, match=r"has 1 pictures, and the chat template made 2 places.*must not say"):
+    with pytest.raises(DataError, match=r"has 1 images, and the chat template made 2 places.*must not say"):
         encode([picture_message([PICTURE], "<|image_pad|>")], processor)
 
 
