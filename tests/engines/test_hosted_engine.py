@@ -221,7 +221,7 @@ def test_a_step_that_never_ends_is_named():
     engine = HostedEngine(host_of(hang, deadline_s=4.0))
     try:
         engine.ready()
-        with pytest.raises(EngineError, match=r"the torch engine .*a step of it has not ended"):
+        with pytest.raises(EngineError, match=r"the torch engine .*a step has not ended"):
             asyncio.run(engine.generate(first_request()))
     finally:
         engine.close()

@@ -24,7 +24,7 @@ def test_a_sound_recipe_is_described(tmp_path: Path):
     found = preflight(tiny(tmp_path))
     text = "\n".join(found.findings)
     assert found.sizes[0] == "model: Qwen3ForCausalLM, 0.03M parameters, on cpu"
-    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of answer) = 352 per step"
+    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of response) = 352 per step"
     assert found.sizes[2].startswith("memory: about 0.0")
     assert "end <eos>" in text
     assert "a chat template" in text
