@@ -49,9 +49,9 @@ def test_a_request_that_can_not_be_met_is_refused(model, prompt, settings, says)
     ("ids", "start", "top_k", "says"),
     [
         ([], 1, 0, "empty"),
-        ([5, 6], 0, 0, "start is 1 to 2"),
-        ([5, 6], 3, 0, "start is 1 to 2"),
-        ([5] * 129, 1, 0, "129 tokens to score"),
+        ([5, 6], 0, 0, "start must be 1 to 2"),
+        ([5, 6], 3, 0, "start must be 1 to 2"),
+        ([5] * 129, 1, 0, "129 tokens exceeds"),
         ([5, 6], 1, 64, "top_k is 64, expected 0 to 63"),
     ],
 )

@@ -66,7 +66,7 @@ def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path: Path):
     (tmp_path / "held_out").mkdir()
     train, held_out = rows(tmp_path, "a=", "b=", "c=", "d="), rows(tmp_path / "held_out", "b=", "e=", "b=")
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train, "eval_file": held_out}})).findings
-    told = "tasks.mine: 1 of its 2 different evaluation prompts are also training prompts"
+    told = "tasks.mine: 1 of 2 distinct evaluation prompts are also training prompts"
     assert [text for text in found if text.startswith(told)]
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train}})).findings
     assert not [text for text in found if "also training prompts" in text]
