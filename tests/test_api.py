@@ -87,7 +87,8 @@ def test_check_reports_and_raises_what_train_refuses(tmp_path: Path, monkeypatch
     assert not static.warnings
     assert any("random weights" in text for text in report.warnings)
     assert any(text.startswith("tokenizer: ") for text in report.findings)
-    assert str(report).startswith("tiny: the dict\n\nfindings\n  warning: ")
+    blocks = [line for line in str(report).splitlines() if line and not line.startswith(" ")]
+    assert blocks == ["tiny: the dict", "will run", "warnings", "differs from the defaults", "findings"]
     assert "steps: 2" in report.text(everything=True)
     longer = SHORT | {"rollout": TINY["rollout"] | {"context": 4096}}
     for refused in (pr.check, pr.train):

@@ -60,8 +60,7 @@ class Report:
 
     def text(self, *, everything: bool = False) -> str:
         """One screen; with `everything` also every value and where it came from."""
-        findings = [*(f"warning: {text}" for text in self.warnings), *self.findings]
-        lines = [screen(self.loaded, findings, self.sizes, everything=everything)]
+        lines = [screen(self.loaded, self.warnings, self.sizes, self.findings, everything=everything)]
         if everything:
             lines += ["", "stages that are not run:", *(f"  {text}" for text in self.not_run or ("none",))]
             lines += ["", "# every value and where it came from", show_recipe(self.loaded)]

@@ -64,8 +64,8 @@ def check(
 ) -> None:
     """Say whether a recipe can run, and what it means, on one screen.
 
-    First what was found in its files and model, then what differs from the defaults, then the sizes. What
-    `train` would refuse is refused here.
+    First what will run and what to worry about, then what differs from the defaults and what was found in
+    files and model. What `train` would refuse is refused here.
 
     practicum check recipes/sort/start.yaml --set rollout.max_num_seqs=64
     """

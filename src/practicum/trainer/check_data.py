@@ -254,7 +254,7 @@ def hidden_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator
     if without == shown:
         names = ", ".join(tool.name for tool in tools.tools)
         yield (
-            f"the tokenizer's chat template does not render tools, so the model does not see {names}: describe "
+            f"the chat template does not render tools, so the model does not see {names}: describe "
             "agent.tools in tasks.NAME.system, or use a tokenizer whose template renders them"
         )
 

@@ -146,6 +146,12 @@ def check_without_models(recipe: Recipe) -> Preflight:
     by_rewards_alone = recipe.uses_reward and recipe.distill is None
     replays = recipe.rollout.engine_traits.reports_experts
     warnings = _warnings(recipe.model, recipe.train, replays=replays, by_rewards_alone=by_rewards_alone)
+    warnings += [
+        f"the vocabulary of teacher {name} is not compared with the student's, and scores of other tokens "
+        f"teach nonsense: set teachers.{name}.tokenizer to the folder or hub name of its tokenizer"
+        for name, teacher in recipe.teachers.items()
+        if teacher.url is not None and teacher.tokenizer is None
+    ]
     warnings += hidden_tools(recipe, tokenizer) if data.uses_chat else ()
     return Preflight(findings, data.left_out, longest, warnings)
 

@@ -68,14 +68,19 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeError:
-    """The problem with the file and line, or --set, of what was found, or of the list that it is in."""
+    """The problem with the file and line, or --set, of what was found, or of the list that it is in.
+
+    A mapping that several files, or a file and --set, made together has the origin of each part.
+    """
     path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
-    beneath = (o for key, o in origins.items() if key == path or key.startswith(f"{path}."))
-    origin = origins.get(path) or next(beneath, None)
-    while origin is None and path:
+    parts: dict[tuple[str, str], Origin] = {}
+    for key, origin in origins.items():
+        if key == path or key.startswith(f"{path}."):
+            parts.setdefault((origin.kind, origin.file), origin)
+    while not parts and path:
         path = path.rpartition(".")[0]
-        origin = origins.get(path)
-    found = problem.found if origin is None else f"{problem.found} ({origin})"
+        parts = {("", ""): origins[path]} if path in origins else {}
+    found = f"{problem.found} ({' and '.join(map(str, parts.values()))})" if parts else problem.found
     return RecipeError(problem.path, found, problem.expected, problem.suggestion)
 
 
