@@ -132,3 +132,15 @@ def test_what_ray_s_workers_cannot_be_passed_is_refused():
             pr.check(TINY | ray | {"reward": held})
     assert "runtime.kind" in str(raised.value)
     assert "held" in str(raised.value)
+
+
+def test_rewards_of_a_loop_that_replace_the_recipe_s_are_said(tmp_path: Path):
+    async def paid(session: Any) -> Any:
+        await session.generate()
+        return None, 1.0
+
+    short = TINY | {"train": TINY["train"] | {"steps": 1}, "eval": {"rows": 0}}
+    for name, loop in (("paid", paid), ("plain", "single_turn")):
+        pr.train(short | {"agent": {"loop": loop}}, out=tmp_path / name, quiet=True)
+        said = "agent.loop" in (tmp_path / name / "log.txt").read_text()
+        assert said == (name == "paid")

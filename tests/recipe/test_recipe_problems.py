@@ -142,6 +142,13 @@ def test_a_wrong_value_names_what_was_found_and_expected(
     assert error.suggestion == advice
 
 
+def test_a_mapping_of_a_file_and_set_shows_the_merged_value_and_both_origins(write: Write) -> None:
+    path = write("agent: {loop: {command: [echo]}}")
+    found = problem(path, "agent.loop.function=mine:loop").found
+    for words in ("'command'", "'function'", "file:", "--set"):
+        assert words in found
+
+
 def test_a_section_left_empty_says_how_to_get_the_defaults(write: Write) -> None:
     error = problem(write("eval:\n  # every: 5\n"))
     assert error.found == "null (file:5)"
