@@ -143,10 +143,16 @@ def test_a_wrong_value_names_what_was_found_and_expected(
 
 
 def test_a_mapping_of_a_file_and_set_shows_the_merged_value_and_both_origins(write: Write) -> None:
-    path = write("agent: {loop: {command: [echo]}}")
-    found = problem(path, "agent.loop.function=mine:loop").found
-    for words in ("'command'", "'function'", "file:", "--set"):
+    teachers = "teachers: {a: {model: m}, b: {model: n}}\ndistill: {}\nreward: {weight: 0.0}\n"
+    path = write(f"{teachers}route: {{map: {{sort: {{a: 0.5, b: 0.5}}}}, shares: {{a: 0.5, b: 0.5}}}}")
+    found = problem(path, "route.shares.b=0.75").found
+    for words in ("a: 0.5, b: 0.75", "file:", "--set"):
         assert words in found
+
+
+def test_one_kind_of_loop_takes_the_place_of_another(write: Write) -> None:
+    path = write("agent: {loop: {command: [echo]}}")
+    assert str(load_recipe(path, ["agent.loop.function=mine:loop"]).recipe.agent.loop) == "mine:loop"
 
 
 def test_a_section_left_empty_says_how_to_get_the_defaults(write: Write) -> None:

@@ -57,7 +57,9 @@ def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[Recip
             yield RecipeError(f"route.shares.{name}", f"{share:g}", "more than 0", "remove one without any")
     total = math.fsum(shares.values())
     if abs(total - 1) > 1e-6:
-        yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1", "they share the whole loss")
+        found = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
+        found = f"{{{found}}}, a sum of {total:g}"
+        yield RecipeError("route.shares", found, "a sum of 1", "they share the whole loss")
 
 
 def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
