@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ recipe = RECIPE
 recipe["algorithm"] = {"advantage": centred, "loss": reinforce}
 recipe["reward"] = {"functions": [letters, {"use": lambda sample: 0.0, "weight": 0.5}]}
 recipe["agent"] = {"loop": turn, "tools": [echo]}
-run = pr.train(recipe, set={"runtime.kind": sys.argv[1], **SET}, out=sys.argv[1], quiet=True)
+loaded = pr.load_recipe(recipe, set={"runtime.kind": sys.argv[1], **SET})
+run = pr.train(loaded, out=sys.argv[1], quiet=True)
 print(*sorted(name for name in run.metrics[-1] if name.startswith("reward/part/")))
 '''
 
@@ -121,15 +123,13 @@ def run_script(folder: Path, kind: str, **changes: Any) -> list[str]:
 
 
 def test_what_ray_s_workers_cannot_be_passed_is_refused():
-    with Path(__file__).open() as file:
-        handle = file
+    lock = threading.Lock()
 
-        def held(sample: Any) -> float:
-            return float(handle.closed)
+    def held(sample: Any) -> float:
+        return float(lock.locked())
 
-        ray = {"runtime": {"kind": "ray", "cpus": 4}}
-        with pytest.raises(pr.PracticumError) as raised:
-            pr.check(TINY | ray | {"reward": held})
+    with pytest.raises(pr.PracticumError) as raised:
+        pr.check(TINY | {"runtime": {"kind": "ray", "cpus": 4}, "reward": held})
     assert "runtime.kind" in str(raised.value)
     assert "held" in str(raised.value)
 

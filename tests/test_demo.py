@@ -67,7 +67,7 @@ def test_the_last_row_is_the_part_of_the_way_to_each_specialist():
 
 def passing() -> dict[str, dict[str, float]]:
     return {
-        "base": {"copy": 0.6, "sort": 0.7, "mean": 0.65},
+        "base": {"copy": 0.9, "sort": 0.5, "mean": 0.7},
         "specialist copy": {"copy": 0.96, "sort": 0.4, "mean": 0.68},
         "specialist sort": {"copy": 0.8, "sort": 0.95, "mean": 0.7},
         "student": {"copy": 0.96, "sort": 0.95, "mean": 0.955},
@@ -82,7 +82,7 @@ def passing() -> dict[str, dict[str, float]]:
         ("base", "mean", 0.55, "base model's mean is 0.55"),
         ("base", "mean", 0.85, "base model's mean is 0.85"),
         ("specialist copy", "copy", 0.94, "specialist of copy reaches 0.94, not 0.95"),
-        ("specialist sort", "sort", 0.79, "specialist of sort reaches 0.79, not 0.80"),
+        ("specialist sort", "sort", 0.59, "specialist of sort reaches 0.59, not 0.60"),
         ("student", "sort", 0.89, "the student answers 0.89 of sort right, not 0.9"),
         ("student, sampled", "sort", 0.89, "the student, sampled answers 0.89 of sort right, not 0.9"),
         ("student, of the way", "sort", 0.89, "0.89 of the way on sort"),
