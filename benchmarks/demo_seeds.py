@@ -16,7 +16,7 @@ import yaml
 
 from benchmarks.harness import HERE, RESULTS
 from benchmarks.tables import table
-from practicum.commands.demo import BASE, SAMPLED, STUDENT, WAY, Rows, run_demo, shortfalls
+from practicum.commands.demo import BASE, STUDENT, WAY, Rows, run_demo, shortfalls
 
 SEEDS = range(1, 6)
 RECIPES = HERE.parent / "recipes" / "mopd"
@@ -55,12 +55,11 @@ def seeds_table(tables: Mapping[str, Rows]) -> str:
             [rows[BASE][d] for d in domains],
             [rows[f"specialist {d}"][d] for d in domains],
             [rows[STUDENT][d] for d in domains],
-            [rows[f"{STUDENT}{SAMPLED}"][d] for d in domains],
         )
         cells = [" · ".join(f"{score:.2f}" for score in line) for line in scores]
         least = min(rows[WAY].values(), default=1.0)
         lines.append([seed, *cells, f"{least:.2f}", "; ".join(shortfalls(rows)) or "yes"])
-    head = ["seed", "base", "specialists", "student", "student, sampled", "least of the way", "as expected"]
+    head = ["seed", "base", "specialists", "student", "least of the way", "as expected"]
     return table(head, lines)
 
 
