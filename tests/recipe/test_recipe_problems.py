@@ -66,6 +66,14 @@ def test_a_term_of_another_trainer_gets_the_equivalent(write: Write, override: s
     assert problem(write(), override).suggestion == advice
 
 
+def test_a_section_of_another_trainer_has_the_equivalent_of_each_key(write: Write) -> None:
+    found = problem(write("args: {num_generations: 8, temperature: 0.9, unheard_of: 1}"))
+    assert "args.num_generations: use rollout.samples" in found.suggestion
+    (line,) = [line for line in found.suggestion.splitlines() if "args.temperature" in line]
+    assert "rollout.temperature" in line
+    assert "unheard_of" not in found.suggestion
+
+
 def test_equivalents_of_other_trainers_terms_exist(write: Write) -> None:
     keys = {key for key, _ in all_keys()}
     sections = {key.partition(".")[0] for key in keys}
