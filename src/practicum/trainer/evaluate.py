@@ -14,6 +14,7 @@ from rich.console import Console
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.ragged import Columns
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError, RecipeError
 from practicum.models.load_model import load_tokenizer
@@ -142,9 +143,10 @@ def sample_model(
     recipe = recipe.model_copy(update=update | {"runtime": runtime, "rollout": rollout})
     roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
-        common = {"max_new_tokens": rollout.max_new_tokens, "stop": roles.stop}
-        drawn = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
-        sampling = Sampling(greedy=greedy, **common) if greedy else Sampling(**common, **drawn)
+        sampling = Sampling(rollout.max_new_tokens, roles.stop, greedy=True)
+        if not greedy:
+            drawn = replace(sampling, greedy=False, temperature=rollout.temperature)
+            sampling = replace(drawn, top_p=rollout.top_p, top_k=rollout.top_k)
         asked = [Prompt(i, name, name, text, None, {}, 0, i) for i, text in enumerate(prompts)]
         with roles.weights(0, 0):
             batch = roles.eval_rollouts[0].rollout(
@@ -152,10 +154,11 @@ def sample_model(
             )
         if failed := next((tags.failure for tags in batch.tags if tags.failure), None):
             raise PracticumError(f"a session failed: {failed}")
-        tokenizer, responses = load_tokenizer(recipe.model), roles.store.get(batch, ["response_ids"])
+        tokenizer = load_tokenizer(recipe.model)
+        responses = Columns("sample", roles.store.get(batch, ["response_ids"])).ragged("response_ids")
         texts = {
-            key.prompt: str(tokenizer.decode(ids, skip_special_tokens=True))  # of its last trajectory
-            for key, ids in zip(batch.keys, responses["response_ids"], strict=True)
+            key.prompt: str(tokenizer.decode(responses[i], skip_special_tokens=True))
+            for i, key in enumerate(batch.keys)  # the last trajectory of each session stays
         }
         return [texts[prompt.uid] for prompt in asked]
     finally:
