@@ -22,11 +22,11 @@ BASE, STUDENT, WAY = "base", "student", "student, of the way"
 Scores = Mapping[str, float]
 Rows = Mapping[str, Scores]
 
-_PURPOSES = {
+PURPOSES = {
     BASE: "a tiny model from nothing, supervised on all domains, stopped early",
     STUDENT: "the base model again, corrected token by token by the specialist of each prompt",
 }
-_SPECIALIST = "the base model becomes a specialist by GRPO, from rewards alone"
+SPECIALIST = "the base model becomes a specialist by GRPO, from rewards alone"
 BASE_BAND = (0.6, 0.8)
 """Where the mean of the base model lies."""
 RISE, CEILING = 0.1, 0.95
@@ -44,7 +44,7 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
     recipes = demo_recipes(out, seed)
     student: Run | None = None
     for number, (name, loaded) in enumerate(recipes.items(), start=1):
-        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_PURPOSES.get(name, _SPECIALIST)}")
+        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {PURPOSES.get(name, SPECIALIST)}")
         student = train_loaded(loaded, out / name, fresh=True)
         if student.signal is not None:
             raise Stopped(student.signal)
