@@ -1,7 +1,7 @@
 """MkDocs hooks: adapt a page of docs/ to the site.
 
 Links that leave docs/ lead to the repository, or become plain text without one. A code block keeps the option
-`title` of its first line alone; the other options are for tests. A file of the reader's has its name as title.
+`title` of its first line alone; the others are for tests. A file of the reader has its name as title.
 """
 
 from __future__ import annotations
