@@ -221,8 +221,8 @@ class PackedModel:
             allowed = max(allowed, _TOLERANCE[torch.float32])
         if not gap <= allowed:
             raise EngineError(
-                f"practicum can't train {name}: packed rows differ from the model's forward pass by {gap:.2g}, "
-                f"at most {allowed:.2g} is allowed: its layers do more than causal attention over positions"
+                f"practicum can't train {name}: packed rows differ from the model's forward pass by {gap:.2g}"
+                f", at most {allowed:.2g} is allowed: its layers do more than causal attention over positions"
             )
         return gap
 
