@@ -161,9 +161,9 @@ def test_adapters_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path: P
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa"),
         ("head", r"weights of lm_head"),
-        ("cut", r"(?s)adapter_model\.safetensors, .*that is whole"),
-        ("garbled", r"(?s)adapter_config\.json, .*that is whole"),
-        ("another", r"(?s)a whole model: set teachers\.t\.model to it"),
+        ("cut", r"(?s)adapter_model\.safetensors, .*a complete LoRA adapter"),
+        ("garbled", r"(?s)adapter_config\.json, .*a complete LoRA adapter"),
+        ("another", r"(?s)a full model: set teachers\.t\.model to it"),
         ("missing", r"(?s)adapter_config\.json.*train the recipe that makes it"),
     ],
 )
