@@ -187,7 +187,7 @@ def test_adapters_of_other_kinds_and_damaged_ones_are_refused(tmp_path: Path, da
         SavedAdapter.read(str(own.folder), "teachers.t.adapter")
 
 
-def test_adapters_are_told_apart_by_what_they_do(tmp_path: Path):
+def test_adapters_are_reported_apart_by_what_they_do(tmp_path: Path):
     model = adapted("llama", torch.float32, LORAS["small"], 1.0)
     one, same = saved(tmp_path / "a", model), saved(tmp_path / "b", model)
     other = saved(tmp_path / "c", adapted("llama", torch.float32, LORAS["small"], 2.0))

@@ -216,7 +216,7 @@ def test_a_row_beyond_the_servers_context_is_named(server: Served):
         score(server.url, [long], ScoreOptions())
 
 
-def test_weights_that_are_not_finite_are_told():
+def test_weights_that_are_not_finite_are_reported():
     broken = tiny()
     with served(broken) as server:
         with torch.no_grad():
