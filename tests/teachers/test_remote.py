@@ -188,7 +188,7 @@ def test_a_key_that_is_not_in_the_environment_is_a_recipe_error(monkeypatch: pyt
         ({"shifts_ids": True, "echoes_ids": False}, {}, "url", "not aligned: the logprobs of position"),
         ({"noise": 0.5}, {}, "url", "not deterministic: one sequence scored twice differs by"),
         ({}, {"top_k": 21}, "url", "status 400 .*--max-logprobs.*distill.top_k"),
-        ({"refuses_prompts_of": 16}, {}, "url", "refuses the scores of a known sequence with status 400"),
+        ({"refuses_prompts_of": 16}, {}, "url", "rejects the scores of a known sequence with status 400"),
         ({"fails_first": 9}, {}, "url", "can't be reached .*503"),
     ],
 )
