@@ -137,7 +137,7 @@ def test_missing_and_unreadable_pictures_name_file_and_row(tmp_path):
     for name, reason in (("gone.png", "does not exist"), ("bad.png", "can't be read")):
         good, bad = ({"prompt": "colour=", "answer": "red", "images": [image]} for image in ("red.png", name))
         file = rows(tmp_path / "a.jsonl", good, bad)
-        with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*the picture {tmp_path / name} {reason}"):
+        with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*the image {tmp_path / name} {reason}"):
             findings(seeing({"t": {"file": file}}))
 
 

@@ -214,7 +214,7 @@ def test_teachers_are_described(tmp_path: Path) -> None:
     route = {"map": {"sort": dict.fromkeys("abcd", 1.0)}}
     assert check(recipe(SORT, teachers, route=route)) == [
         f"teacher a: Qwen3ForCausalLM, context 64, same vocabulary ({tokens} tokens)",
-        "teacher b: a copy of the student, from its start",
+        "teacher b: a copy of the student, with its initial weights",
         "teacher c: big at http://x/v1, a vocabulary that is not compared",
         f"teacher d: big at http://x/v1, same vocabulary ({tokens} tokens)",
     ]

@@ -109,7 +109,7 @@ def test_a_run_folder_that_can_not_be(tmp_path: Path):
     tiny(tmp_path, out=str(tmp_path / "file"))
     texts = [said("check", tmp_path), said("train", tmp_path)]
     assert texts[0] == texts[1]
-    assert f"{tmp_path / 'file'} can't be the run's folder: {tmp_path / 'file'} is a file" in texts[0]
+    assert f"{tmp_path / 'file'} can't be the run folder: {tmp_path / 'file'} is a file" in texts[0]
 
 
 def test_a_reward_of_a_batch_that_gives_one_number(tmp_path: Path):
