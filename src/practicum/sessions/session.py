@@ -74,6 +74,8 @@ class Trajectory:
     """What the loop says that this trajectory is worth, if it says so."""
     trace: str | None = None
     """The traceback of the first tool of the user's that raised in it."""
+    reward_parts: dict[str, float] | None = None
+    """Named parts of the session's reward, on its last trajectory."""
     requests: dict[str, int] | None = None
     """Counts of the session's HTTP requests, on its last trajectory."""
     clients: tuple[str, ...] = ()

@@ -63,6 +63,19 @@ class ToolSection(Section):
     timeout_s: float = key(5.0, "Seconds a call may take (not for calculator).", _LIMITED, gt=0)
 
 
+class McpServer(Section):
+    """A server of tools that speaks MCP on its standard input and output."""
+
+    command: list[str] = key(..., "Program and arguments.", min_length=1)
+
+
+class McpSection(Section):
+    """The tools of an MCP server (extra mcp)."""
+
+    mcp: McpServer = key(..., "{command: [...]}: the server, started with the run.")
+    timeout_s: float = key(5.0, "Seconds a call may take.", gt=0)
+
+
 class Retry(Section):
     """Run a failed session again."""
 
@@ -108,6 +121,9 @@ class FunctionLoop(Section):
     """A function that calls the model through an HTTP endpoint."""
 
     function: str = key(..., "package.module:function of an AgentTask; it may return the reward.")
+    python: str | None = key(
+        None, "Python of another environment, one process of which runs the function for all sessions."
+    )
 
     def __str__(self) -> str:
         return self.function
@@ -134,8 +150,10 @@ class Agent(Section):
     strict: bool = key(
         False, "Refuse requests with other sampling settings than the recipe's, not override them.", _EXTERNAL
     )
-    tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
-        [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
+    tools: list[Annotated[ToolSection | McpSection, BeforeValidator(_tool)]] = key(
+        [],
+        "Tools that the model may call, such as [calculator, python, {mcp: {command: [...]}}].",
+        _BY_TOOL_LOOPS,
     )
     tool_call_format: Literal["json", "plain"] = key(
         "json",
