@@ -92,9 +92,11 @@ class OtherPython:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._loop.call_soon_threadsafe(self._arrive, json.loads(line))
-        code = self._process.wait()
-        self._log.seek(0)
-        last = shorten(" ".join(self._log.read().decode("utf-8", "replace").split("\n")[-3:]).strip(), 300)
+        with self._process as process, self._log as log:
+            code = process.wait()
+            log.seek(0)
+            text = log.read().decode("utf-8", "replace").strip()
+        last = shorten(" ".join(text.split("\n")[-3:]), 300)
         self._loop.call_soon_threadsafe(self._end, f"ended with its process (exit code {code}): {last}")
 
     def _arrive(self, message: dict[str, Any]) -> None:
