@@ -92,15 +92,20 @@ def _tool(value: Any) -> Any:
 BUILTIN_LOOPS = ("single_turn", "tool_use", "retry", "compress")
 
 
-def _read_by(*loops: str) -> ReadWhen:
-    """Read by these of the built-in loops, and by all loops of the user's."""
+def _read_by(*loops: str, over_http: bool = False) -> ReadWhen:
+    """Read by these of the built-in loops, by all Python loops of the user's, and perhaps by agents over HTTP."""
     advice = f"remove it, or set agent.loop to one that reads it: {', '.join(loops)}"
     others = {*BUILTIN_LOOPS} - {*loops}
-    return read_if(lambda recipe: recipe.agent.loop not in others, "with agent.loop {0.agent.loop}", advice)
+
+    def is_read(recipe: Any) -> bool:
+        loop = recipe.agent.loop
+        return loop not in others if isinstance(loop, str) else over_http
+
+    return read_if(is_read, "with agent.loop {0.agent.loop}", advice)
 
 
-_BY_MOST, _BY_TOOL_LOOPS = _read_by("tool_use", "retry", "compress"), _read_by("tool_use", "compress")
-_BY_COMPRESS = _read_by("compress")
+_BY_MOST = _read_by("tool_use", "retry", "compress", over_http=True)
+_BY_TOOL_LOOPS, _BY_COMPRESS = _read_by("tool_use", "compress"), _read_by("compress")
 
 
 class CommandLoop(Section):
@@ -159,7 +164,7 @@ class Agent(Section):
         "json",
         'How a tool call is written: json: <tool_call>{"name": …, "arguments": …}</tool_call>; plain: '
         "[calculator: 2+3], or [2+3] if there is one tool.",
-        _BY_TOOL_LOOPS,
+        _read_by("tool_use", "compress", over_http=True),
     )
     compress_at: int | None = key(
         None, "Tokens from which compress asks for a summary; unset: when little is left.", _BY_COMPRESS, ge=8

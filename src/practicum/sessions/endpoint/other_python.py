@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -81,19 +82,21 @@ class OtherPython:
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError, ValueError):  # the process is gone: the reader says so to all calls
             self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:  # the process is gone: the reader says so to all calls
-            pass
 
     def _read(self) -> None:
         """Pass outcomes on to their calls, until the process ends."""
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._loop.call_soon_threadsafe(self._arrive, json.loads(line))
-        with self._process as process, self._log as log:
-            code = process.wait()
+        with self._process.stdout as replies:
+            for line in replies:
+                self._loop.call_soon_threadsafe(self._arrive, json.loads(line))
+        code = self._process.wait()
+        with suppress(OSError):  # what the process has not read
+            self._process.stdin.close()
+        with self._log as log:
             log.seek(0)
             text = log.read().decode("utf-8", "replace").strip()
         last = shorten(" ".join(text.split("\n")[-3:]), 300)
