@@ -93,7 +93,7 @@ BUILTIN_LOOPS = ("single_turn", "tool_use", "retry", "compress")
 
 
 def _read_by(*loops: str, over_http: bool = False) -> ReadWhen:
-    """Read by these of the built-in loops, by all Python loops of the user's, and perhaps by agents over HTTP."""
+    """Read by these built-in loops, by all loops of the user's in Python, and perhaps by agents over HTTP."""
     advice = f"remove it, or set agent.loop to one that reads it: {', '.join(loops)}"
     others = {*BUILTIN_LOOPS} - {*loops}
 
