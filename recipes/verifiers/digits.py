@@ -1,13 +1,14 @@
 # pyright: reportMissingImports=false
 """A verifiers environment: digits to sort, a loop in this process, and a rubric of two rewards.
 
-`python digits.py` prints the rows of its tasks.
+`python digits.py FOLDER` writes the rows of its tasks, for training and for evaluation.
 """
 
 import asyncio
-import json
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import verifiers.v1 as vf
@@ -96,5 +97,8 @@ async def solve(task) -> dict:
 
 
 if __name__ == "__main__":
-    for task in make_env().taskset:
-        print(json.dumps({"prompt": task.data.prompt, "answer": task.data.answer, "idx": task.data.idx}))
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [task.data.model_dump_json(include={"prompt", "answer", "idx"}) for task in make_env().taskset]
+    (folder / "train.jsonl").write_text("\n".join(lines[128:]))
+    (folder / "eval.jsonl").write_text("\n".join(lines[:128]))
