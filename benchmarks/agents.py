@@ -46,7 +46,7 @@ async def talk(session: Session) -> None:
 
 
 async def talk_over_http(task: AgentTask) -> dict[str, Any]:
-    """Hold the conversation of `talk`; return the seconds of each turn as parts."""
+    """Hold the conversation of `talk` and return the seconds of each turn."""
     messages, seconds = list(task.messages), {}
     headers = {"authorization": f"Bearer {task.api_key}"}
     async with httpx2.AsyncClient(base_url=task.base_url, headers=headers, timeout=600) as client:

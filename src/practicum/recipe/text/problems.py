@@ -65,7 +65,7 @@ def explain(
 
 
 def _form(path: Path, union: Path | None, where: Sequence[str | int]) -> Path:
-    """Return the union and the name of its form that a problem is in; nothing if it is in none."""
+    """Return the union and the name of its form that a problem is in, or () outside of unions."""
     return tuple(where[: len(union) + 1]) if union and path != union else ()
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 
 def load(name):
-    """Return the function; modules of its folder, or of the working directory, are found first."""
+    """Return the function. Modules of its folder, or of the working directory, are found first."""
     place, _, function = name.rpartition(":")
     folder, _, module = place.rpartition("/")
     sys.path.insert(0, os.path.abspath(folder or "."))

@@ -60,7 +60,7 @@ class OtherPython:
         threading.Thread(target=self._read, name="agent's process", daemon=True).start()
 
     async def call(self, task: Mapping[str, Any]) -> CallResult:
-        """Return the function's outcome for a task; cancelling this cancels an async function."""
+        """Return the function's outcome for a task. Cancelling this cancels an async function."""
         number, arrival = next(self._numbers), self._loop.create_future()
         self._calls[number] = arrival
         if self._idle is not None:
@@ -76,13 +76,13 @@ class OtherPython:
                 self._idle = self._loop.call_later(IDLE_S, self.close)
 
     def close(self) -> None:
-        """End the process; sessions that still run fail."""
+        """End the process. Sessions that still run fail."""
         self.has_ended = True
         self._process.kill()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # the process is gone: the reader says so to all calls
+        with suppress(OSError, ValueError):  # the process has ended: the reader reports it to all calls
             self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self._process.stdin.flush()
 

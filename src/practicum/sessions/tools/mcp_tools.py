@@ -34,7 +34,7 @@ _listed: dict[tuple[str, ...], list[ListedTool]] = {}
 
 
 def mcp_tools(spec: McpSection, path: str) -> list[Tool]:
-    """Return the tools of a server; a RecipeError at `path` if it does not start or has none."""
+    """Return the tools of a server. Raise a RecipeError at `path` if it does not start or has none."""
     command = tuple(spec.mcp.command)
     if command not in _listed:
         if shutil.which(command[0]) is None:
@@ -90,7 +90,7 @@ async def _list(command: tuple[str, ...]) -> list[ListedTool]:
 
 @asynccontextmanager
 async def _connect(command: tuple[str, ...]) -> AsyncIterator[mcp.Client]:
-    """Start a server; an EngineError with what it wrote last if it does not speak MCP."""
+    """Start a server. Raise an EngineError with its last output if it does not speak MCP."""
     try:
         from mcp import Client, MCPError, StdioServerParameters, stdio_client
     except ImportError:
@@ -123,7 +123,7 @@ class _Server:
         self._client: asyncio.Future[mcp.Client] | None = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Return a call's text; a ToolError if the tool failed, was late, or the server ended."""
+        """Return a call's text. Raise a ToolError if the tool failed or was late, or the server ended."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -175,7 +175,7 @@ class _Server:
             started.set_exception(error)
 
     async def _stop(self, ended: mcp.Client | None = None) -> None:
-        """End the server; only that of the client which has `ended`, if given."""
+        """End the server, but only that of the client which has `ended`, if given."""
         if ended is not None and (self._client is None or self._client.result() is not ended):
             return
         keeper, self._keeper, self._client = self._keeper, None, None
