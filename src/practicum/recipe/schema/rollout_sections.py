@@ -78,7 +78,7 @@ class McpSection(Section):
     """The tools of an MCP server (extra mcp)."""
 
     mcp: McpServer = key(..., "{command: [...]}: the server, started with the run.")
-    timeout_s: float = key(5.0, "Seconds a call may take.", gt=0)
+    timeout_s: float = key(5.0, "Time limit of a call in seconds.", gt=0)
 
 
 class Retry(Section):
