@@ -43,7 +43,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     kept = [
         {k: v for k, v in row.items() if not k.startswith(("time/", "agent/"))} for row in metrics_of(folder)
     ]
-    return [{k: v for k, v in row.items() if "per_second" not in k} for row in kept]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in kept]
 
 
 RUNS: dict[str, dict[str, Any]] = {
