@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def spec(*command: str, timeout_s: float = 20.0) -> McpSection:
     return McpSection.model_validate({"mcp": {"command": list(command)}, "timeout_s": timeout_s})
 
 
-def run(box: Toolbox, *calls: tuple[str, dict[str, object]]) -> list[ToolOutcome]:
+def run(box: Toolbox, *calls: tuple[str, dict[str, Any]]) -> list[ToolOutcome]:
     """The outcomes of calls that run concurrently, on an event loop that is not the process's."""
 
     async def main() -> list[ToolOutcome]:
@@ -58,7 +59,12 @@ def test_a_servers_tools_are_shown_to_the_model_with_their_own_schemas(box: Tool
 
 
 def test_calls_are_answered_and_mistakes_are_text_for_the_model(box: Toolbox):
-    calls = [("add", {"a": 2, "b": 3}), ("add", {"a": "4"}), ("fail", {"reason": "no luck"}), ("add", {})]
+    calls: list[Any] = [
+        ("add", {"a": 2, "b": 3}),
+        ("add", {"a": "4"}),
+        ("fail", {"reason": "no luck"}),
+        ("add", {}),
+    ]
     right, default, failed, missing = run(box, *calls)
     assert (right, default) == (ToolOutcome("5", True), ToolOutcome("5", True))
     assert not failed.ok
