@@ -49,7 +49,7 @@ class OtherPython:
         self._log = TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._calls: dict[int, asyncio.Future[CallResult]] = {}
         self._process = subprocess.Popen(
-            _command(spec),
+            [spec.python or "", str(WORKER), spec.function],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -117,27 +117,22 @@ class OtherPython:
 
 
 @cache
-def check_other_python(spec: FunctionLoop) -> None:
+def check_other_python(python: str, function: str) -> None:
     """Raise a RecipeError if the other Python does not start or can't import the function."""
-    assert spec.python is not None
-    if shutil.which(spec.python) is None:
-        raise RecipeError("agent.loop.python", repr(spec.python), "a Python interpreter")
-    command = [*_command(spec), "--check"]
+    if shutil.which(python) is None:
+        raise RecipeError("agent.loop.python", repr(python), "a Python interpreter")
+    command = [python, str(WORKER), function, "--check"]
     try:
         done = subprocess.run(command, capture_output=True, env=_environment(), timeout=_START_S, text=True)
     except subprocess.TimeoutExpired:
         raise RecipeError(
-            "agent.loop.function", f"{spec}: not imported in {_START_S:g} s", "a function"
+            "agent.loop.function", f"{function}: not imported in {_START_S:g} s", "a function"
         ) from None
     if done.returncode:
         last = shorten((done.stderr.strip().splitlines() or [""])[-1], 300)
         raise RecipeError(
-            "agent.loop.function", f"{spec} in {spec.python}: {last}", "a function of one AgentTask"
+            "agent.loop.function", f"{function} in {python}: {last}", "a function of one AgentTask"
         )
-
-
-def _command(spec: FunctionLoop) -> list[str]:
-    return [spec.python or "", str(WORKER), spec.function]
 
 
 def _environment() -> dict[str, str]:

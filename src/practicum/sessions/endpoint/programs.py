@@ -234,7 +234,7 @@ def _printed_reward(lines: Sequence[str]) -> Any:
 def check_function(spec: FunctionLoop) -> None:
     """Raise a RecipeError if the function can't be imported or does not take one argument."""
     if spec.python is not None:
-        check_other_python(spec)
+        check_other_python(spec.python, spec.function)
         return
     function = import_function(spec.function, "agent.loop.function")
     try:
