@@ -48,7 +48,7 @@ def test_denominator_must_be_the_batchs_sampled_tokens():
 
 def test_the_weights_of_a_loss_must_add_up():
     assert invariants.loss_weights(0.999, 1.0) is None
-    assert "add up to 2, expected 1" in (invariants.loss_weights(2.0, 1.0) or "")
+    assert "sum to 2, expected 1" in (invariants.loss_weights(2.0, 1.0) or "")
     assert "expected 12.5" in (invariants.loss_weights(12.0, 12.5) or "")
     assert invariants.loss_weights(float("nan"), 1.0) is not None
 
@@ -131,7 +131,7 @@ def test_one_token_may_be_off_by_rounding():
     assert invariants.fingerprint([one - 1.1e-3 for one in expected], expected, 1e-3) is not None
 
 
-def test_a_fingerprint_of_before_is_told_as_such():
+def test_a_fingerprint_of_before_is_reported_as_such():
     assert "before the update" in (invariants.fingerprint(OLD, NEW, 1e-3, (OLD, OLD)) or "")
     near = [-1.0000001, -2.0, -3.0]
     assert "before the update" in (invariants.fingerprint(near, NEW, 1e-3, (OLD, OLD)) or "")

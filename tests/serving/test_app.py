@@ -156,7 +156,7 @@ def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreT
         ({"prompt": "text"}, 400, "prompt: "),
         ({"prompt": [5] * 128}, 400, "128 tokens and max_tokens 1 are more than the context of 128"),
         ({"max_tokens": 2}, 400, "max_tokens: "),
-        ({"temperature": None}, 400, "temperature: "),
+        ({"temperature": None}, 400, "temperature must be 0"),
         ({"temperature": 0.7}, 400, "temperature: "),
         ({"stream": True}, 400, "stream: "),
         ({"n": 2}, 400, "n: "),
@@ -192,10 +192,12 @@ def test_the_key_opens_all_but_the_health(model: PreTrainedModel, monkeypatch: p
         assert len(score(server.url, rows(2), ScoreOptions(), api_key_env="CHAT_KEY")) == 2
         wrong: tuple[dict[str, Any], ...] = ({}, {"api_key_env": "WRONG_KEY"})
         for options in wrong:
-            with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: .*401"):
+            with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: .*401") as probed:
                 run_probe(server.url, **options)
-            with pytest.raises(TeacherError, match=r"teacher chat at .*status 401"):
+            with pytest.raises(TeacherError, match=r"teacher chat at .*status 401") as scored:
                 score(server.url, rows(1), ScoreOptions(), **options)
+            for raised in (probed, scored):
+                assert options.get("api_key_env", "401") in str(raised.value)
 
 
 def test_the_probe_passes_up_to_the_limits_and_names_them(server: Served):
@@ -214,7 +216,7 @@ def test_a_row_beyond_the_servers_context_is_named(server: Served):
         score(server.url, [long], ScoreOptions())
 
 
-def test_weights_that_are_not_finite_are_told():
+def test_weights_that_are_not_finite_are_reported():
     broken = tiny()
     with served(broken) as server:
         with torch.no_grad():

@@ -119,10 +119,10 @@ def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[st
     assert_same(got, as_the_server(model, some, ScoreOptions()))
 
 
-def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrainedModel):
+def test_trouble_that_stays_is_reported_with_teacher_row_and_tries(model: PreTrainedModel):
     with scoring_server(model, fails_first=100) as server:
         expected = (
-            r"teacher chat at http.*, prompt 0/session 0: no answer after 4 tries: status 503: overloaded"
+            r"teacher chat at http.*, prompt 0/session 0: no response after 4 tries: status 503: overloaded"
         )
         with pytest.raises(TeacherError, match=expected):
             score(server.url, rows(1))
@@ -132,7 +132,7 @@ def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrained
 def test_a_server_that_asks_for_a_pause_beyond_the_deadline_is_not_waited_for(model: PreTrainedModel):
     with (
         scoring_server(model, fails_first=1, fail_status=429, retry_after="3000") as server,
-        pytest.raises(TeacherError, match="no answer after 1 try: status 429"),
+        pytest.raises(TeacherError, match="no response after 1 try: status 429"),
     ):
         score(server.url, rows(1), deadline_s=1000.0)
 
@@ -151,11 +151,11 @@ def test_a_refusal_is_not_tried_again_and_cancels_the_other_rows(model: PreTrain
 def test_a_server_that_hangs_is_named_at_the_deadline(model: PreTrainedModel):
     with scoring_server(model) as server:
         server.manners.hangs.set()
-        with pytest.raises(TeacherError, match=r"teacher chat at .*, prompt 0/.*: no answer within 0.3 s"):
+        with pytest.raises(TeacherError, match=r"teacher chat at .*, prompt 0/.*: no response within 0.3 s"):
             score(server.url, rows(1), deadline_s=0.3)
 
 
-def test_an_answer_without_scores_is_told_with_teacher_and_row(model: PreTrainedModel):
+def test_an_answer_without_scores_is_reported_with_teacher_and_row(model: PreTrainedModel):
     with (
         scoring_server(model, ignores_prompt_logprobs=True) as server,
         pytest.raises(TeacherError, match=r"teacher chat at .*, prompt 0/.* no prompt_logprobs"),
@@ -188,7 +188,7 @@ def test_a_key_that_is_not_in_the_environment_is_a_recipe_error(monkeypatch: pyt
         ({"shifts_ids": True, "echoes_ids": False}, {}, "url", "not aligned: the logprobs of position"),
         ({"noise": 0.5}, {}, "url", "not deterministic: one sequence scored twice differs by"),
         ({}, {"top_k": 21}, "url", "status 400 .*--max-logprobs.*distill.top_k"),
-        ({"refuses_prompts_of": 16}, {}, "url", "refuses the scores of a known sequence with status 400"),
+        ({"refuses_prompts_of": 16}, {}, "url", "rejects the scores of a known sequence with status 400"),
         ({"fails_first": 9}, {}, "url", "can't be reached .*503"),
     ],
 )

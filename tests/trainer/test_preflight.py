@@ -24,7 +24,7 @@ def test_a_sound_recipe_is_described(tmp_path: Path):
     found = preflight(tiny(tmp_path))
     text = "\n".join(found.findings)
     assert found.sizes[0] == "model: Qwen3ForCausalLM, 0.03M parameters, on cpu"
-    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of answer) = 352 per step"
+    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of response) = 352 per step"
     assert found.sizes[2].startswith("memory: about 0.0")
     assert "end <eos>" in text
     assert "a chat template" in text
@@ -66,7 +66,7 @@ def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path: Path):
     (tmp_path / "held_out").mkdir()
     train, held_out = rows(tmp_path, "a=", "b=", "c=", "d="), rows(tmp_path / "held_out", "b=", "e=", "b=")
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train, "eval_file": held_out}})).findings
-    told = "tasks.mine: 1 of its 2 different evaluation prompts are also training prompts"
+    told = "tasks.mine: 1 of 2 distinct evaluation prompts are also training prompts"
     assert [text for text in found if text.startswith(told)]
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train}})).findings
     assert not [text for text in found if "also training prompts" in text]
@@ -77,7 +77,7 @@ def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
     task = {"file": file, "eval_file": file, "too_long": "skip"}
     loaded = tiny(tmp_path, "train.prompts=2", tasks={"t": task})
     found = check_without_models(loaded.recipe)
-    assert any(f"too long: 2 rows of {file} are left out" in line for line in found.findings)
+    assert any(f"too long: 2 rows of {file} are skipped" in line for line in found.findings)
     assert found.left_out == {file: frozenset({1, 3})}
     tasks, seed = loaded.recipe.tasks, loaded.recipe.seed
     drawn = make_stream(tasks, seed, left_out=found.left_out).take(40)

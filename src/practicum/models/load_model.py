@@ -1,4 +1,4 @@
-"""Models from a folder, a hub or nowhere, ready for packed attention."""
+"""Load models from a folder or hub, or initialise them randomly, and prepare them for packed attention."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from practicum.models.model_files import (
     read_config,
     read_tokenizer,
     require_model_folder,
+    require_tokenizer,
 )
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.state_layers import KNOWN_LAYERS, add_seam, unknown_layers
@@ -55,6 +56,7 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     assert source is not None
     if spec.tokenizer is None:
         require_model_folder(source)
+        require_tokenizer(source, "model.path")
     key = "model.tokenizer" if spec.tokenizer else "model.path"
     with must_read(source, key, "a tokenizer in HuggingFace format"):
         tokenizer = read_tokenizer(source)
@@ -149,7 +151,7 @@ def ready(model: PreTrainedModel, device: torch.device, *, move: bool = True) ->
 
 
 def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
-    """Return longest sequence and width of the output, as far as the config says; loads no weights."""
+    """Return maximum sequence length and output width from the config, without loading weights."""
     if spec.random_init is not None:
         return spec.random_init.context, tokens
     assert spec.path is not None
@@ -160,7 +162,7 @@ def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence the model was made for, if its config says."""
+    """Return the model's maximum sequence length, or None if its config has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -169,7 +171,7 @@ def stop_ids(
     tokenizer: PreTrainedTokenizerBase,
     more: Sequence[str] = (),
 ) -> frozenset[int]:
-    """Return the tokens that end an answer: of the tokenizer, the generation config and the recipe."""
+    """Return the stop tokens of tokenizer, generation config and recipe."""
     declared = getattr(generation, "eos_token_id", None)
     ids: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     for text in more:

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: small trained matrices beside the frozen linear layers of a model, its base.
+"""LoRA with PEFT: low-rank trained matrices on the frozen linear layers of a model, its base.
 
 `add_adapter` puts PEFT's layers around the model's own, so the model keeps its class, its attention and its
 norms; `load_model.ready` is called after it. The base is never written to: with the adapter off it computes
@@ -75,23 +75,24 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def trained_names(model: nn.Module) -> frozenset[str] | None:
-    """Return the parameters of a model with an adapter that training changes; None for all of another's."""
+    """Return the parameters of a model with an adapter that training changes, or None for all of
+    another's."""
     if not has_adapter(model):
         return None
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def describe_adapter(model: nn.Module) -> str:
-    """Return the size of the adapter, in a sentence."""
+    """Describe the size of the adapter."""
     trained = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
     share = trained / sum(p.numel() for p in model.parameters())
     layers = len(list(adapted_layers(model)))
-    return f"adapter: {trained / 1e6:,.2f}M of them are trained ({share:.1%}), beside {layers} weights"
+    return f"adapter: {trained / 1e6:,.2f}M trained parameters ({share:.1%}) on {layers} weights"
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base alone; nobody else may use it meanwhile."""
+    """Disable the adapter inside the context. The model must not be used concurrently."""
     peft.turn_adapter(model, off=True)
     try:
         yield
@@ -138,7 +139,7 @@ def merged_weights(model: nn.Module, gather: Gather = lambda tensor: tensor) -> 
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module, gather: Gather = lambda tensor: tensor) -> str:
-    """Return a hash of all weights but the adapter's, the same whatever number type they are held in."""
+    """Return a hash of all weights but the adapter's, the same whatever dtype they are held in."""
     digest = hashlib.sha256()
     weights = (
         (name.replace(_WRAPPED, ""), p) for name, p in model.named_parameters() if not is_adapter(name)
@@ -187,7 +188,7 @@ def _peft_layers(base: PreTrainedModel, saved: SavedAdapter) -> dict[str, nn.Mod
 
 
 def rows_of(model: nn.Module) -> AdapterRows | None:
-    """Return the adapters of a model that `put_adapters` made; None of another one."""
+    """Return the adapters of a model that `put_adapters` made, or None of another one."""
     return next((module.rows for module in model.modules() if isinstance(module, RowsLayer)), None)
 
 

@@ -32,8 +32,8 @@ def test_the_same_recipe_gives_the_same_update_bit_for_bit(whole_run: Path):
             app, ["replay", str(whole_run), "--step", str(step)], catch_exceptions=False
         )
         assert result.exit_code == 0, result.output
-        assert f"step {step} repeated from 16 recorded rows: all recorded columns" in result.output
-        assert "and the weights of the checkpoint are those of the run" in result.output
+        assert f"step {step}, repeated from 16 recorded rows: all recorded columns" in result.output
+        assert "and the weights of the checkpoint are equal" in result.output
 
 
 def test_other_values_show_what_would_have_changed(whole_run: Path):
@@ -48,7 +48,7 @@ def test_other_values_show_what_would_have_changed(whole_run: Path):
     other = replay_step(whole_run, 2, ["algorithm.advantage=rloo", "algorithm.loss=reinforce"])
     assert other.changed is not None
     assert not other.same.gradient.equal(other.changed.gradient)
-    assert "note: algorithm.clip_low is as by default" in replay_text(other)
+    assert "note: algorithm.clip_low is reset to its default" in replay_text(other)
 
 
 def test_a_changed_number_is_found_even_if_the_update_does_not_depend_on_it(whole_run: Path, tmp_path: Path):
@@ -105,5 +105,5 @@ def test_what_cannot_be_replayed_is_a_sentence(whole_run: Path, tmp_path: Path):
     with pytest.raises(PracticumError, match=r"needs the checkpoint of step 1, but .* has checkpoints of 2"):
         replay_step(copy, 2)
     some = recorded_run(tmp_path / "some", "track.record=1", "train.steps=1")
-    with pytest.raises(PracticumError, match=r"track.record: 1\): a replay needs all"):
+    with pytest.raises(PracticumError, match=r"track.record: 1\), and a replay needs all"):
         replay_step(some, 1)
