@@ -226,3 +226,8 @@ def test_an_engine_whose_products_see_their_batch_says_so(monkeypatch: pytest.Mo
         (sentence,) = describe_engines(engine)
     assert "each is computed alone" in sentence
     assert "(cpu, float32)" in sentence
+
+
+@pytest.mark.parametrize("width", [1024, 2**14, 2**17])
+def test_activations_of_wide_layers_are_probed(width: int):
+    assert batch_invariance.activations_are_invariant.__wrapped__(width, torch.float32, CPU, 1)
