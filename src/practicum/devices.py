@@ -22,10 +22,10 @@ WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """The environment of a process that is to see none."""
 _FORM = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _COLLECTIVES = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT, _OWN_PAGES = 2**31 - 1, 2**28
 """Of host memory: bytes that stay with the process when they are freed, and blocks that never do."""
-_MALLOC_SETTINGS = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+_MALLOC_SETTINGS = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"}
 """Environment variables by which somebody has decided otherwise."""
 FUSED_OPTIMIZERS = ("cpu", "cuda", "xpu", "mps")
 
@@ -96,12 +96,14 @@ def keep_freed_memory() -> None:
     """Have the C library keep what is freed, up to _KEPT bytes, for what is allocated next.
 
     It would give each large block back to the system, which has to fill its pages with zeros when the next
-    one of the same size is touched: an eighth of an update's time. `malloc_trim` gives all back.
+    one of the same size is touched: an eighth of an update's time. `malloc_trim` gives all back. Threads take
+    it from one heap, so that the engine's is not beside the learner's.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt") and not _MALLOC_SETTINGS & set(os.environ):
         libc.mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        if not os.environ.get("NOARENA"): libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def synchronize(device: torch.device) -> None:
