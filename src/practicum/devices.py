@@ -103,7 +103,8 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt") and not _MALLOC_SETTINGS & set(os.environ):
         libc.mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        if not os.environ.get("NOARENA"): libc.mallopt(_M_ARENA_MAX, 1)
+        if not os.environ.get("NOARENA"):
+            libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def synchronize(device: torch.device) -> None:

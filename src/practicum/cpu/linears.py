@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from practicum.compat.torch import onednn_linear, onednn_pack, write_count
 from practicum.cpu import switch
 
-for _name, _entries in {"LRU_CACHE_CAPACITY": "320", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}.items():
+for _name, _entries in {"LRU_CACHE_CAPACITY": "256", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}.items():
     # torch and oneDNN both keep what they prepared for each number of rows, 1,024 entries by default. One is
     # enough. They read this before their first product.
     os.environ.setdefault(_name, _entries)
