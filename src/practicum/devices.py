@@ -97,6 +97,7 @@ def keep_freed_memory() -> None:
 
     By default it returns each large block to the system, which zero-fills its pages when the next block of
     that size is touched. This takes an eighth of an update's time. `malloc_trim` returns all memory.
+    Threads share one heap, so that the learner reuses what the engine freed.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt") and not _MALLOC_SETTINGS & set(os.environ):
