@@ -22,10 +22,10 @@ WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
 _FORM = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _COLLECTIVES = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _OWN_PAGES = 2**31 - 1, 2**28
 """Bytes of freed host memory that the process keeps, and the size of blocks that it never keeps."""
-_MALLOC_SETTINGS = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"}
+_MALLOC_SETTINGS = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 """malloc settings of the user, which are not overridden."""
 FUSED_OPTIMIZERS = ("cpu", "cuda", "xpu", "mps")
 
@@ -97,14 +97,11 @@ def keep_freed_memory() -> None:
 
     By default it returns each large block to the system, which zero-fills its pages when the next block of
     that size is touched. This takes an eighth of an update's time. `malloc_trim` returns all memory.
-    Threads share one heap, so that the learner reuses what the engine freed.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt") and not _MALLOC_SETTINGS & set(os.environ):
         libc.mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        if not os.environ.get("NOARENA"):
-            libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def synchronize(device: torch.device) -> None:

@@ -78,7 +78,7 @@ def is_even(rows: int, width: int) -> bool:
     function, which may round otherwise. So nothing may be left over.
     """
     threads = max(1, min(torch.get_num_threads(), -(-rows * width // NUMBERS_OF_A_THREAD)))
-    return not switch.ENABLED or rows * width % (LANES * threads) == 0
+    return not switch.ENABLED or (rows % ROWS == 0 and rows * width % (LANES * threads) == 0)
 
 
 def mlp_width(model: nn.Module) -> int:
