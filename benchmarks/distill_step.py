@@ -1,9 +1,10 @@
 """A whole distillation step: practicum beside TRL's DistillationTrainer, same student, teacher and batch.
 
-32 prompts of sorting × 8 samples, at most 32 new tokens, reverse KL over the whole vocabulary, one optimizer
-step per batch. Before the race, both say loss and gradient of the same rows, which have to agree.
+32 prompts of sorting × 8 samples, or 256 prompts × 1, at most 32 new tokens, reverse KL over the whole
+vocabulary, one optimizer step per batch. Before the race, both say loss and gradient of the same rows, which
+have to agree.
 
-`python -m benchmarks.distill_step [THREADS …]` races at these threads, or at all; results of others are kept.
+`python -m benchmarks.distill_step [CASE …]` races these of CASES, or all; results of others are kept.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +34,11 @@ from practicum.learning.learner import Learner
 from practicum.learning.update_batch import TeacherColumns, UpdateBatch
 from practicum.runtime.local import LocalRoles
 
-PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
-ROUNDS, BLOCK = {1: 4, 2: 3}, 2
-"""Rounds by threads, and the steps that a contender takes in one turn."""
+MAX_NEW, LR = 32, 1e-5
+CASES = {"1 thread": (32, 8, 1, 4), "2 threads": (32, 8, 2, 3), "1 thread, distinct prompts": (256, 1, 1, 4)}
+"""Prompts, samples of each, threads and rounds."""
+BLOCK = 2
+"""Steps that a contender takes in one turn."""
 CHECKED_ROWS, TOLERANCE = 32, 1e-3
 """Rows whose loss and gradient both sides compute beforehand, and the relative difference allowed."""
 CHECKED = ("checked_loss", "checked_gradient")
@@ -43,13 +47,13 @@ LEARNT = "learnt_loss"
 TEACHER = "sorter"
 
 
-def practicum(channel: Channel, prompts: int, threads: int) -> None:
+def practicum(channel: Channel, prompts: int, samples: int, threads: int) -> None:
     """The step of `practicum train` with a colocated teacher, all run-time checks on."""
     recipe = make_distillation(
         "distill_step",
         {TEACHER: {"model": str(teacher_folder())}},
         prompts=prompts,
-        samples=SAMPLES,
+        samples=samples,
         max_new_tokens=MAX_NEW,
         digits=MORE_DIGITS,
         lr=LR,
@@ -62,12 +66,12 @@ def practicum(channel: Channel, prompts: int, threads: int) -> None:
 
         def run(turn: int) -> Measured:
             found = mean([steps.step() for _ in range(BLOCK)])
-            return found | checked | {LEARNT: _practicum_checked(steps, batch)[0]}
+            return found | checked | _peak() | {LEARNT: _practicum_checked(steps, batch)[0]}
 
         channel.serve(run)
 
 
-def trl(channel: Channel, prompts: int, threads: int) -> None:
+def trl(channel: Channel, prompts: int, samples: int, threads: int) -> None:
     """DistillationTrainer, whose loop waits in a callback for its turn."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,14 +86,14 @@ def trl(channel: Channel, prompts: int, threads: int) -> None:
     checked: Measured = {}
 
     def at_end() -> Measured:
-        return checked | {LEARNT: _trl_checked(trainer)[0]}
+        return checked | _peak() | {LEARNT: _trl_checked(trainer)[0]}
 
     trainer = _timed_trainer(counted)(
         model=student,
         teacher_model=teacher,
-        args=_trl_config(prompts),
+        args=_trl_config(prompts * samples),
         # It samples once for each row, so a prompt's samples are rows of their own.
-        train_dataset=Dataset.from_dict({"prompt": [e.prompt for e in drawn for _ in range(SAMPLES)]}),
+        train_dataset=Dataset.from_dict({"prompt": [e.prompt for e in drawn for _ in range(samples)]}),
         processing_class=AutoTokenizer.from_pretrained(model_folder(), padding_side="left"),
         callbacks=[trl_peer.make_turns(channel, BLOCK, counted, at_end)],
     )
@@ -130,11 +134,16 @@ def _timed_trainer(counted: list[Measured]) -> Any:
     return Timed
 
 
-def _trl_config(prompts: int) -> Any:
+def _peak() -> Measured:
+    """The most memory that this process has had."""
+    return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def _trl_config(rows: int) -> Any:
     from trl import DistillationConfig  # pyright: ignore[reportMissingImports]
 
     return DistillationConfig(
-        **trl_peer.settings(prompts * SAMPLES, MAX_NEW, LR),
+        **trl_peer.settings(rows, MAX_NEW, LR),
         beta=1.0,  # reverse KL
         shuffle_dataset=False,
     )
@@ -216,19 +225,20 @@ def require_same(raced: Mapping[str, Sequence[Measured]]) -> None:
             raise ValueError(f"{name} has not learnt: loss of the same rows {found[-1][LEARNT]:.6g}")
 
 
-def main(threads: Sequence[int], prompts: int = PROMPTS) -> None:
-    """Race at these threads, and add to the results."""
+def main(titles: Sequence[str]) -> None:
+    """Race these cases, and add to the results."""
     teacher_folder()
     path = harness.RESULTS / "distill_step.json"
     raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
-    for count in threads:
-        title = "1 thread" if count == 1 else f"{count} threads"
+    for title in titles:
+        prompts, samples, threads, rounds = CASES[title]
         print(f"distillation step, {title}")
+        options = {"prompts": prompts, "samples": samples, "threads": threads}
         contenders = [
-            Contender(name, f"benchmarks.distill_step:{name}", {"prompts": prompts, "threads": count}, count)
+            Contender(name, f"benchmarks.distill_step:{name}", options, threads)
             for name in ("practicum", "trl")
         ]
-        raced[title] = harness.race(contenders, ROUNDS[count])
+        raced[title] = harness.race(contenders, rounds)
         require_same(raced[title])
         for name, found in raced[title].items():
             last = found[-1]
@@ -236,13 +246,11 @@ def main(threads: Sequence[int], prompts: int = PROMPTS) -> None:
                 f"  {name}: loss of the same rows {last[CHECKED[0]]:.4f} at first, {last[LEARNT]:.4f} at last"
             )
     settings = {
-        "prompts": prompts,
-        "samples": SAMPLES,
+        "cases": CASES,
         "max_new_tokens": MAX_NEW,
         "digits": MORE_DIGITS,
         "lr": LR,
         "trl_microbatch_rows": trl_peer.MICROBATCH,
-        "rounds": ROUNDS,
         "steps_per_round": BLOCK,
     }
     harness.write_results("distill_step", {"settings": settings, "raced": raced})
@@ -250,4 +258,4 @@ def main(threads: Sequence[int], prompts: int = PROMPTS) -> None:
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or [*ROUNDS])
+    main(sys.argv[1:] or [*CASES])

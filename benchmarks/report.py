@@ -105,11 +105,12 @@ def distill_step(found: Mapping[str, Any]) -> str:
             split = [f"{s:.2f}" for s in (mid["rollout"], mid["teachers"], rest)]
             kl = f"{mid['checked_loss']:.3f} → {measured[-1]['learnt_loss']:.3f}"
             cpu, tokens = f"{mid['cpu_seconds']:.2f}", f"{mid['tokens']:.0f}"
-            rows.append([title, name, ranged(measured, "seconds"), cpu, *split, tokens, kl, told])
+            memory = f"{mid['peak_mib']:,.0f}" if "peak_mib" in mid else "–"
+            rows.append([title, name, ranged(measured, "seconds"), cpu, *split, tokens, memory, kl, told])
     ours, theirs = (found["raced"]["1 thread"][name][0] for name in ("practicum", "trl"))
     head = [
         *("setting", "contender", "s/step", "of processor", "rollout", "teacher", "update and the rest"),
-        *("tokens sampled", "loss of the same rows", "practicum is faster by"),
+        *("tokens sampled", "peak MiB", "loss of the same rows", "practicum is faster by"),
     ]
     same = (
         f"On the same rows and weights, practicum and TRL compute a loss of {ours['checked_loss']:.5f} and "

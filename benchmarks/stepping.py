@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,9 @@ class Steps:
         watch = Stopwatch()
         metrics = self.run.runner.step(self._number)
         spent = watch.read()
+        if self._number == 1:  # as a run does
+            gc.collect()
+            gc.freeze()
         stages = {name: metrics[f"time/{name}"] for name in TIMED if f"time/{name}" in metrics}
         more = {name: metrics[key] for name, key in METRICS.items() if key in metrics}
         scoring = [metrics.get(f"teacher/{name}/seconds", 0.0) for name in self.run.recipe.teachers]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear
 
+from practicum.cpu.batch_invariance import ROWS, SIZES, pad_rows, padded_rows
 from practicum.cpu.linears import (
     LEAST_NUMBERS,
     OneDnnLinear,
@@ -110,3 +111,13 @@ def test_layers_can_be_copied_and_pickled():
     for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert type(other) is OneDnnLinear
         assert torch.equal(other(x), fused(x))
+
+
+def test_products_without_gradients_have_one_of_few_numbers_of_rows():
+    most = 4096
+    with torch.no_grad():
+        sizes = {count: len(pad_rows(torch.zeros(count, 1))) for count in range(1, most + 1)}
+    assert all(count <= size <= padded_rows(count + count // SIZES) for count, size in sizes.items())
+    doublings = (most // (SIZES * ROWS)).bit_length()
+    assert len(set(sizes.values())) == SIZES * doublings
+    assert len(pad_rows(torch.zeros(most - ROWS + 1 - ROWS, 1))) == most - ROWS  # with them, any multiple

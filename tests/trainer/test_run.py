@@ -66,6 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "drgrpo": {"algorithm": {"advantage": "dr_grpo", "loss": "cispo", "aggregation": "seq_mean_token_sum"}},
     "rpp": {"algorithm": {"advantage": "reinforce_pp", "entropy": 0.01, "old_logprobs": "rollout"}},
     "minibatches": {"train": MINIBATCHES},
+    "autocast": {"train": {"steps": 2, "prompts": 4, "lr": 0.1, "autocast": "bfloat16"}},
 }
 
 

@@ -27,6 +27,8 @@ def _fewest_rows() -> int:
 
 ROWS = _fewest_rows()
 """Products with fewer rows, or with some left over, take other ways through the algebra libraries."""
+SIZES = 8
+"""Numbers of rows from one power of two to the next, in products without gradients."""
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 LANES, NUMBERS_OF_A_THREAD = 64 if _WIDE else 32, 32_768
 """Activations on a CPU take this many numbers at once (in bfloat16, half of them in float32), and another
@@ -48,16 +50,35 @@ def padded_rows(count: int) -> int:
     return -(-count // ROWS) * ROWS if switch.ENABLED else count
 
 
-def padded_tokens(count: int, width: int) -> int:
-    """Return the next number of tokens that an activation of this width computes in one way.
+def rounded_rows(count: int) -> int:
+    """Return the next of few numbers of rows: multiples of ROWS, and SIZES of them up to twice as many.
 
-    Each thread takes an equal part of the numbers, LANES at a time; what is left over goes through another
-    function, which may round otherwise. So nothing is left over.
+    oneDNN compiles code for each number of rows that it meets, which costs a millisecond and 0.3 MB.
     """
-    rows, threads = padded_rows(count), torch.get_num_threads()
-    while switch.ENABLED and rows * width % (LANES * min(threads, -(-rows * width // NUMBERS_OF_A_THREAD))):
+    step = max(ROWS, 2 ** (max(count, 1).bit_length() - 1) // SIZES)
+    return -(-count // step) * step if switch.ENABLED else count
+
+
+def padded_tokens(count: int, width: int) -> int:
+    """Return the number of rows that tokens are padded to before activations of this width.
+
+    Without gradients it is one of few, with gradients the next possible one: sums over rows, such as
+    gradients of weights, are rounded in an order that depends on their number.
+    """
+    rows = padded_rows(count) if torch.is_grad_enabled() else rounded_rows(count)
+    while not is_even(rows, width):
         rows += ROWS
     return rows
+
+
+def is_even(rows: int, width: int) -> bool:
+    """Return True if an activation of this width computes all rows in one way.
+
+    Each thread takes an equal part of the numbers, LANES at a time; what is left over goes through another
+    function, which may round otherwise. So nothing may be left over.
+    """
+    threads = max(1, min(torch.get_num_threads(), -(-rows * width // NUMBERS_OF_A_THREAD)))
+    return not switch.ENABLED or (rows % ROWS == 0 and rows * width % (LANES * threads) == 0)
 
 
 def mlp_width(model: nn.Module) -> int:
@@ -90,8 +111,8 @@ def _parts() -> tuple[int, int]:
 
 
 def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
-    """Add rows of 0 after the last one, up to this many or a multiple of ROWS."""
-    more = (padded_rows(len(x_N)) if rows is None else rows) - len(x_N)
+    """Add rows of 0 after the last one, up to this many; unset, up to a number that products have."""
+    more = (padded_tokens(len(x_N), LANES) if rows is None else rows) - len(x_N)
     return pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, more)) if more else x_N
 
 

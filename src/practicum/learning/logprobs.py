@@ -160,11 +160,13 @@ class LogprobScorer:
         extras: RowExtras | None,
         *,
         entropy: bool = False,
+        mixed: bool = True,
     ) -> Ragged:
         trunk, rows = self.trunk, RowSpans(prompt_ids, response_ids, extras)
         column = torch.empty(sum(response_ids.lengths))
         for attempt in trunk.attempts():
-            with attempt, nullcontext() if self.adapter else adapter_off(trunk.model), trunk.precision():
+            base = nullcontext() if self.adapter else adapter_off(trunk.model)
+            with attempt, base, trunk.precision(mixed=mixed):
                 for packed in trunk.microbatches(rows):
                     scored = token_logprobs(
                         trunk.model,
@@ -178,8 +180,12 @@ class LogprobScorer:
                     column[packed.column_M] = scores_M.float().cpu()
         return Ragged.packed(column, response_ids.lengths)
 
+    @torch.no_grad()
     def fingerprint(self, length: int = LENGTH) -> Tensor:
-        """Return logprobs [length - 1] of a fixed sequence, float32, by which weights are compared."""
+        """Return logprobs [length - 1] of a fixed sequence, float32, by which weights are compared.
+
+        They are computed in the weights' dtype, as an engine does: autocast would hide small differences.
+        """
         ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size, length))
         prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
-        return self.logprobs(prompt, response, temperature=1.0).values
+        return self._scored(prompt, response, 1.0, None, mixed=False).values

@@ -180,9 +180,9 @@ class PackedModel:
         else:
             yield
 
-    def precision(self) -> torch.autocast:
+    def precision(self, *, mixed: bool = True) -> torch.autocast:
         """Return the context of the forward pass and the head: mixed precision with train.autocast."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast and mixed)
 
     @contextmanager
     def training(self) -> Iterator[None]:

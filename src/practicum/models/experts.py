@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 
 from practicum.compat.transformers import grouped_mm_experts_forward, register_experts
-from practicum.cpu.batch_invariance import LANES, ROWS, mlp_width, padded_tokens
+from practicum.cpu.batch_invariance import LANES, ROWS, is_even, mlp_width, padded_tokens
 from practicum.errors import EngineError
 
 _HOOK = "practicum_routes"
@@ -147,7 +147,7 @@ def _padded_experts(module: Any, hidden_N: Tensor, index_NE: Tensor, weights_NE:
     # As many as tokens of `per_token` experts have, and as the activation between the products asks for.
     least, width = index_NE.numel() + len(more), module.down_proj.shape[1 if module.is_transposed else 2]
     totals = count(least, ROWS)
-    total = next(n for n in totals if n % per_token == 0 and padded_tokens(n, width) == n)
+    total = next(n for n in totals if n % per_token == 0 and is_even(n, width))
     more = pad(more, (0, total - least))
     rows = len(more) // per_token
     padded_NH, padded_NE = (pad(x, (0, 0, 0, rows)) for x in (hidden_N, weights_NE))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from practicum.cpu.batch_invariance import mlp_width, padded_keys, padded_tokens
+from practicum.cpu.batch_invariance import is_even, mlp_width, padded_keys
 from practicum.devices import pick_device
 from practicum.engines.protocol import Counter, GenerateRequest, Sampling, Sleeper
 from practicum.engines.torch.engine_thread import EngineThread, Job, Outcome
@@ -147,7 +147,7 @@ class Classifier(Judge, Sleeper):
         padded, width = [*rows], len(rows[0])
         if self._pad is not None:
             width = self._width(rows[0])
-            count = next(n for n in count_from(len(rows)) if padded_tokens(n * width, self._mlp) == n * width)
+            count = next(n for n in count_from(len(rows)) if is_even(n * width, self._mlp))
             padded += [rows[0]] * (count - len(rows))
         ids_BT = torch.tensor([[*row, *[self._pad or 0] * (width - len(row))] for row in padded])
         mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in padded])

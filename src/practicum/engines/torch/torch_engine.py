@@ -45,6 +45,7 @@ from practicum.models.offloaded_weights import (
     take_weights,
 )
 from practicum.models.vision import Images, picture_spans
+from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 
 
 class TorchEngine(Engine):
@@ -74,6 +75,8 @@ class TorchEngine(Engine):
         self.owns_weights = owns_weights
         self._context, self._longest = context, longest or context
         self.runner = ModelRunner(model)
+        if self.on_cpu:
+            score_tokens = min(score_tokens, CPU_MICROBATCH_TOKENS)
         self.scheduler = Scheduler(self.runner, slots, context, prefill_tokens, score_tokens)
         self.stats = self.scheduler.stats
         self.offloaded: OffloadedWeights | None = None
