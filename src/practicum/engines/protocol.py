@@ -27,6 +27,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    report: int = 0
+    """Most likely tokens of each position to return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class ScoreRequest:
     images: Images | None = None
     adapter: str | None = None
     """Of a model with several adapters, the one that scores it; None: the base alone."""
+    support: Tensor | None = None
+    """Tokens [R, K] whose logprobs are asked for at each position, in place of the most likely ones."""
 
     def check(self, options: ScoreOptions, vocab: int, longest: int, max_top_k: int | None = None) -> None:
         """Raise an EngineError if an engine of these sizes can't do it."""
@@ -117,6 +121,15 @@ class ScoreRequest:
             raise EngineError(f"top_k is {options.top_k}, expected 0 to {most}")
         if options.temperature <= 0:
             raise EngineError(f"temperature is {options.temperature}, expected above 0")
+        support = self.support
+        if support is not None and (support.dim() != 2 or len(support) != len(ids) - start):
+            raise EngineError(f"tokens to score {list(support.shape)} for {len(ids) - start} positions")
+        if (
+            support is not None
+            and support.numel()
+            and not 0 <= int(support.min()) <= int(support.max()) < outputs
+        ):
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
 
 
 def _check_ids(ids: Sequence[int], what: str, vocab: int) -> None:
@@ -140,6 +153,8 @@ class Generation:
     version_max: int
     experts: Tensor | None = None
     """MoE models: experts that each input token took [P + R - 1, L, E]; the last token was no input."""
+    topk_ids: Tensor | None = None
+    """The most likely tokens of each position [R, K], if `Sampling.report` asks for them."""
 
 
 @dataclass(slots=True)
@@ -150,7 +165,7 @@ class Scores:
     """Of the tokens themselves [R]."""
     topk_ids: Tensor | None
     topk_logprobs: Tensor | None
-    """The most likely tokens of each position and their logprobs, best first [R, K]."""
+    """The most likely tokens of each position and their logprobs, best first [R, K], or the `support`."""
     version: int
     hidden: Tensor | None = None
     """Last hidden state that predicts each token [R, H]: with the output head, the whole distribution."""

@@ -91,8 +91,8 @@ def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[
     for name, teacher in teachers.items():
         path, target = f"teachers.{name}.target", teacher.target
         if target is None:
-            continue
-        if unknown := [other for other in target if other not in teachers]:
+            pass
+        elif unknown := [other for other in target if other not in teachers]:
             expected = f"exponents of {', '.join(teachers)}"
             yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
         elif abs(math.fsum(target.values()) - 1) > 1e-6:
@@ -101,7 +101,30 @@ def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[
         elif apart := [other for other in target if teachers[other].scores_during_rollout]:
             found = f"{apart[0]}, which is not colocated"
             yield RecipeError(path, found, "colocated teachers", "remove its placement or url")
+        yield from _mixture(name, teachers, distill)
     if (names := list(products(teachers))) and distill is not None and distill.signal != "full":
         advice = "the tail of a product is not the product of the tails: set distill.signal: full"
         found = f"{distill.signal} with teachers.{names[0]}.target"
         yield RecipeError("distill.signal", found, "full", advice)
+
+
+def _mixture(name: str, teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[RecipeError]:
+    path, mixture = f"teachers.{name}.mixture", teachers[name].mixture
+    if mixture is None:
+        return
+    if unknown := [other for other in mixture if other not in teachers]:
+        expected = f"weights of {', '.join(teachers)}"
+        yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
+    elif min(mixture.values()) < 0 or abs(math.fsum(mixture.values()) - 1) > 1e-6:
+        found = ", ".join(f"{weight:g}" for weight in mixture.values())
+        yield RecipeError(path, found, "weights from 0 up whose sum is 1")
+    elif teachers[name].target is not None:
+        advice = "a teacher teaches a product or a mixture: remove one of them"
+        yield RecipeError(path, "a mixture beside a target", "one of the two", advice)
+    elif len({teachers[other].scores_during_rollout for other in (name, *mixture)}) > 1:
+        found = "teachers that score during the rollout beside colocated ones"
+        yield RecipeError(path, found, "teachers of one placement")
+    if distill is not None and distill.signal not in ("student_top_k", "sampled"):
+        found = f"{distill.signal} with {path}"
+        advice = "teachers are mixed at tokens that all of them score: set distill.signal: student_top_k"
+        yield RecipeError("distill.signal", found, "student_top_k or sampled", advice)

@@ -118,6 +118,11 @@ class Teacher(FrozenModel, EngineChoice):
         "Exponents of teachers in what it teaches, such as {math: 1.25, base: -0.25} for the teacher math: "
         "their product, normalised; with distill.signal full. Unset: itself.",
     )
+    mixture: dict[str, float] | None = key(
+        None,
+        "Weights of teachers in the mixture of distributions that it teaches, such as {math: 0.7, code: 0.3} "
+        "for the teacher math; with distill.signal student_top_k or sampled. Unset: itself.",
+    )
     tokenizer: str | None = key(
         None, "Its tokenizer, if not the model's own; needed with url, to compare vocabularies.", _LOADED
     )
@@ -163,6 +168,13 @@ _JSD = read_if(
 )
 
 
+_TOP_K = read_if(
+    lambda recipe: recipe.distill.signal not in ("sampled", "full"),
+    "with distill.signal {0.distill.signal}",
+    "remove it, or set distill.signal to top_k",
+)
+
+
 class Distill(Section):
     """What is learnt from the teachers."""
 
@@ -172,12 +184,13 @@ class Distill(Section):
         "k1_straight, k3_straight, abs or mse of the sampled tokens' logprobs; one of your own is of "
         "what signal gives.",
     )
-    signal: Literal["sampled", "top_k", "full"] = key(
+    signal: Literal["sampled", "top_k", "student_top_k", "shared", "full"] = key(
         "top_k",
-        "What a teacher gives: the sampled token's logprob, its top-k with the tail's mass, or its whole "
-        "distribution (by its last hidden states; not with url).",
+        "Tokens at which a teacher is compared: the sampled one, the teacher's top-k and their tail, the "
+        "student's top-k when it sampled and their tail, those of them that a teacher with another tokenizer "
+        "has too (shared), or the whole vocabulary (by its last hidden states; not with url).",
     )
-    top_k: int = key(32, "Tokens of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
+    top_k: int = key(32, "Tokens of the top-k.", _TOP_K, ge=1)
     beta: float = key(
         0.5, "Teacher's weight in jsd's mixture: near 0 forward KL, near 1 reverse KL.", _JSD, gt=0, lt=1
     )
@@ -190,6 +203,18 @@ class Distill(Section):
     temperature: float | None = key(
         None, "Temperature at which student and teacher are compared; the rollout's if unset.", gt=0
     )
+
+    @property
+    def of_student(self) -> bool:
+        """True if teachers score the tokens that were the student's most likely ones when it sampled."""
+        return self.signal == "student_top_k" or (
+            self.signal == "shared" and self.divergence not in ON_SAMPLED
+        )
+
+    @property
+    def compares_top(self) -> bool:
+        """True if the teachers' scores of several tokens for each position are written."""
+        return self.signal == "top_k" or self.of_student
 
 
 _JUDGE = read_with(".kind", "judge")
