@@ -85,7 +85,7 @@ def test_strict_positions_cover_the_same_bytes_and_no_others_do(
     text: str, student: str, teacher: str
 ) -> None:
     both = shared(student, teacher)
-    ids = [i for i in ids_of(student, text) if i not in trained(student).all_special_ids]
+    ids = [i for i in ids_of(student, text) if token_bytes(trained(student))[i]]
     found = both.align(ids)
     own, theirs = (token_bytes(trained(kind)) for kind in (student, teacher))
     before_own = [b"".join(own[i] for i in ids[:n]) for n in range(len(ids) + 1)]
@@ -132,8 +132,6 @@ def test_shared_tokens_have_equal_bytes_and_are_not_special(student: str, teache
 def test_tokens_that_split_a_character_are_aligned_by_their_bytes() -> None:
     ids = ids_of("small bytes", "é東🙂")
     assert len(ids) > 3
-    found = shared("small bytes", "bytes").align(ids)
-    assert len(found.pairs) < len(ids) or found.ids == ids
     cut = shared("small bytes", "bytes").align(ids[:-1])  # the last character is not whole
     assert len(cut.pairs)
     assert int(cut.pairs[:, 0].max()) < len(ids) - 2

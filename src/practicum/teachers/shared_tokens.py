@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from practicum.dataplane.fields import NO_MATCH, SAME_TOKENS, SHARED_TOKEN
 from practicum.engines.protocol import ScoreRequest, Scores
@@ -40,8 +40,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     if "WordPiece" in decoder or "BPEDecoder" in decoder:
         expected = "a byte-level or sentencepiece tokenizer, or one of plain text"
         raise RecipeError("distill.signal", "shared with a tokenizer of word pieces", expected)
-    special = {*tokenizer.all_special_tokens}
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}  # pyright: ignore[reportAttributeAccessIssue]
+    special, added = special_texts(tokenizer), {token.content for token in _added(tokenizer)}
     found = [b""] * len(tokenizer)
     for token, number in tokenizer.get_vocab().items():
         if token in special or number >= len(found):
@@ -55,6 +54,15 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         else:
             found[number] = (token.replace(_SPACE, " ") if _SPACE in decoder else token).encode()
     return found
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the texts of special tokens."""
+    return {*tokenizer.all_special_tokens, *(token.content for token in _added(tokenizer) if token.special)}
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
+    return list(tokenizer.added_tokens_decoder.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _byte_letters() -> dict[str, int]:
@@ -104,6 +112,7 @@ class SharedTokens:
     def __init__(self, student: PreTrainedTokenizerBase, encode: Encoder) -> None:
         self.student, self.encode, self.teacher = student, encode, encode.tokenizer
         self._own, self._theirs = token_bytes(student), token_bytes(self.teacher)
+        self._special = special_texts(self.teacher)
         vocabulary = self.teacher.get_vocab()
         by_bytes: dict[bytes, int] = {}
         # Of tokens with equal bytes the lowest, and a token rather than the byte that a fallback writes.
@@ -124,7 +133,7 @@ class SharedTokens:
         own = [self._own[i] for i in response]
         until = next((i for i, part in enumerate(own) if not part), len(own))
         text = _valid(b"".join(own[:until]))
-        specials = [text.find(token) for token in self.teacher.all_special_tokens if token in text]
+        specials = [text.find(special) for special in self._special if special in text]
         text = text[: min(specials, default=len(text))]
         ids = self._tokenise(text)
         theirs = [self._theirs[i] for i in ids]
