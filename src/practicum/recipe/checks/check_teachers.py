@@ -35,6 +35,8 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
         yield from _teacher(f"teachers.{name}", teacher)
     yield from _duplicates(teachers)
     yield from _targets(teachers, distill)
+    for name in teachers:
+        yield from _mixture(name, recipe)
 
 
 def _answering(recipe: Recipe) -> Iterator[RecipeError]:
@@ -101,14 +103,14 @@ def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[
         elif apart := [other for other in target if teachers[other].scores_during_rollout]:
             found = f"{apart[0]}, which is not colocated"
             yield RecipeError(path, found, "colocated teachers", "remove its placement or url")
-        yield from _mixture(name, teachers, distill)
     if (names := list(products(teachers))) and distill is not None and distill.signal != "full":
         advice = "a product of top-k distributions has no exact tail: set distill.signal: full"
         found = f"{distill.signal} with teachers.{names[0]}.target"
         yield RecipeError("distill.signal", found, "full", advice)
 
 
-def _mixture(name: str, teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[RecipeError]:
+def _mixture(name: str, recipe: Recipe) -> Iterator[RecipeError]:
+    teachers, distill = recipe.teachers, recipe.distill
     path, mixture = f"teachers.{name}.mixture", teachers[name].mixture
     if mixture is None:
         return
@@ -121,6 +123,9 @@ def _mixture(name: str, teachers: dict[str, Teacher], distill: Distill | None) -
     elif teachers[name].target is not None:
         advice = "a teacher teaches a product or a mixture: remove one of them"
         yield RecipeError(path, "a mixture beside a target", "one of the two", advice)
+    elif recipe.on_ray and any(teachers[other].scores_during_rollout for other in (name, *mixture)):
+        found = "teachers in separate processes or on servers with runtime.kind ray"
+        yield RecipeError(path, found, "colocated teachers", "remove placement and url")
     elif len({teachers[other].scores_during_rollout for other in (name, *mixture)}) > 1:
         found = "teachers that score during the rollout beside colocated ones"
         yield RecipeError(path, found, "teachers of one placement")
