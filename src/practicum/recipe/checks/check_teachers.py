@@ -117,7 +117,7 @@ def _mixture(name: str, recipe: Recipe) -> Iterator[RecipeError]:
     if unknown := [other for other in mixture if other not in teachers]:
         expected = f"weights of {', '.join(teachers)}"
         yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
-    elif min(mixture.values()) < 0 or abs(math.fsum(mixture.values()) - 1) > 1e-6:
+    elif abs(math.fsum(mixture.values()) - 1) > 1e-6 or min(mixture.values()) < 0:
         found = ", ".join(f"{weight:g}" for weight in mixture.values())
         yield RecipeError(path, found, "weights from 0 up whose sum is 1")
     elif teachers[name].target is not None:
