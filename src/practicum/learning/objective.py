@@ -54,9 +54,9 @@ class DistillResult:
     overlap_M: Tensor | None
     """Share of the teacher's top-k in the student's own, for signals that have it."""
     entropy_gap_M: Tensor | None
-    """The student's entropy minus the teacher's; None for sampled tokens."""
+    """The student's entropy minus the teacher's, or None if sampled tokens are compared."""
     known_M: Tensor | None = None
-    """With the signal `shared`, True where the teacher says something."""
+    """With the signal `shared`, True where the teacher is compared."""
     top: tuple[Tensor, ...] = ()
     """The teacher's top-k and their logprobs of recorded tokens, with the signal `full`."""
 
@@ -108,7 +108,7 @@ class DistillSettings:
         return columns
 
     def reduce(self, columns: Columns, target_M: Tensor, sampling_temperature: float) -> Reduce | None:
-        """Return the function to apply to the student's logits; None if its logprobs are enough."""
+        """Return the function to apply to the student's logits, or None if its logprobs are enough."""
         if self.compares_distributions:
             return lambda logits_CV, rows: self._distributions(logits_CV, rows, columns, target_M)
         if self.temperature != sampling_temperature:

@@ -63,7 +63,7 @@ class RunningBatch:
 
     @property
     def position_B(self) -> Tensor:
-        """The position of each row's newest token: not its length, if there are pictures before it."""
+        """The position of each row's newest token: not its length, if there are images before it."""
         return self._state[: self.count, 1] + self._state[: self.count, 6]
 
     def add(self, jobs: Sequence[GenerateJob], prompt: PrefilledPrompt) -> None:

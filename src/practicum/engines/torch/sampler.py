@@ -88,7 +88,7 @@ def _pick(logprobs_BV: Tensor, tokens_B: Tensor) -> Tensor:
 def _check_finite(sum_B: Tensor) -> None:
     if not bool(sum_B.isfinite().all()):
         raise EngineError(
-            "the model gives logits that are not finite: its weights are broken, or its number type overflows"
+            "the model gives logits that are not finite: its weights are broken, or its dtype overflows"
         )
 
 
