@@ -99,7 +99,7 @@ def test_a_teacher_that_shares_too_little_is_refused(
     loaded = write(tmp_path, teachers={"far": {"model": foreign}}, distill={"signal": "shared"})
     with pytest.raises(RecipeErrors) as caught:
         preflight(loaded)
-    assert [problem.path for problem in caught.value.problems] == ["teachers.far.model"]
+    assert [problem.path for problem in caught.value.errors] == ["teachers.far.model"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_can_not_be_compared_is_refused(tmp_path: Path, sections: dict[str,
         sections["route"] = {"by": "task", "map": {"copy": "a", "compare": "a"}}
     with pytest.raises(RecipeErrors) as caught:
         write(tmp_path, **sections)
-    assert key in [problem.path for problem in caught.value.problems]
+    assert key in [problem.path for problem in caught.value.errors]
 
 
 def test_a_student_learns_from_a_mixture(tmp_path: Path) -> None:

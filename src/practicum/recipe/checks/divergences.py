@@ -97,8 +97,8 @@ def why_unfit(divergence: str, signal: str, through: str) -> str | None:
             return f"{divergence} differs from {plain} only in its unused gradient: use {plain}{also}"
         if divergence in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {*AS_REWARD}:
             return (
-                f"apply_as {through} needs an estimate of the reverse KL at each sampled token: "
-                "use k1, k2 or k3 with signal sampled"
+                f"apply_as {through} needs an estimate of the reverse KL at each sampled token, not "
+                f"{divergence}: use k1, k2 or k3 with signal sampled"
             )
         return None if signal == "sampled" else of_one if signal != "shared" else _SHARED_BY_LOSS
     if divergence in ON_TOP_K and signal != "top_k":
