@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError
-from practicum.models.model_files import must_read, read_tokenizer, require_model_folder
+from practicum.models.model_files import must_read, read_tokenizer, require_model_folder, require_tokenizer
 from practicum.recipe.derived import adapter_folder
 from practicum.recipe.schema.teacher_sections import Teacher
 
@@ -30,6 +30,7 @@ def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBa
     if teacher.url is not None or teacher.model is None:
         return None
     require_model_folder(teacher.model, f"{path}.model")
+    require_tokenizer(teacher.model, f"{path}.model")
     with must_read(teacher.model, f"{path}.model", "a model with its tokenizer"):
         return read_tokenizer(teacher.model)
 

@@ -30,16 +30,17 @@ from practicum.observe.records.record_files import RecordPlace
 from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import RewardModel
+from practicum.recipe.user_functions import take_functions
 from practicum.rewards.judge import CannotScore, Judge, JudgeInput
 from practicum.rewards.local_judges import load_judge
 from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.roles.learner_rank import LearnerRank, set_threads
 from practicum.roles.reward import RewardRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights
 from practicum.roles.teachers import TeacherRole, read_copy
-from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.hosts import interface_of
@@ -73,8 +74,11 @@ class Worker:
         plan: Plan,
         handle: StoreHandle,
         record: RecordPlace | None,
+        functions: Mapping[str, Any],
         threads: int | None = None,
     ) -> None:
+        """`functions` are those of the driver's script or notebook, which a worker can't import."""
+        take_functions(functions)
         # By default the machine's cores are shared among the train pool's devices there.
         cores = max(1, (os.cpu_count() or 1) // recipe.pools.train.devices)
         _set_up(recipe.seed, threads or recipe.runtime.threads or cores)
@@ -95,7 +99,7 @@ def _set_up(seed: int, threads: int) -> None:
     set_threads(threads)
 
 
-class PublishingRank(TrainRank):
+class RayLearnerRank(LearnerRank):
     """A rank whose weights go to engines and teachers in other processes."""
 
     def run(self, stage: str, step: StepInfo) -> Any:
@@ -143,7 +147,7 @@ class PublishingRank(TrainRank):
 
 @dataclass(frozen=True, slots=True)
 class RankReply:
-    """The result of a call of a rank, and what the checks reported meanwhile."""
+    """The result of a call of a rank, and the reports of its checks."""
 
     value: Any = None
     sentences: tuple[str, ...] = ()
@@ -187,7 +191,7 @@ class TrainWorker(Worker):
             how = recipe.distill, recipe.runtime, recipe.model, recipe.seed
             elsewhere = dict(zip(names, heads, strict=True))
             teachers = load_teachers(colocated, *how, model, heads=elsewhere)
-        self.roles = PublishingRank(
+        self.roles = RayLearnerRank(
             recipe, plan, self.store, self.watch, model, teachers, self.parallel, self.recorder
         )
         return self.roles.stop
@@ -255,7 +259,7 @@ class TeacherWorker(Worker):
         self.role.take(self.name, weights, manifest.version)
 
     def save(self, folder: Path) -> None:
-        """Write what it took of the student, for `PublishingRank.publish_copy`."""
+        """Write what it took of the student, for `RayLearnerRank.publish_copy`."""
         self.role.save(folder)
 
 
