@@ -20,9 +20,9 @@ from practicum.algorithms.losses import PolicyInputs
 from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K
 
 PAIRS: tuple[tuple[str, str], ...] = (
-    *((name, signal) for name in ON_DISTRIBUTIONS for signal in ("top_k", "full")),
+    *((name, signal) for name in ON_DISTRIBUTIONS for signal in ("top_k", "student_top_k", "shared", "full")),
     *((name, "top_k") for name in ON_TOP_K),
-    *((name, "sampled") for name in ON_SAMPLED),
+    *((name, signal) for name in ON_SAMPLED for signal in ("sampled", "shared")),
 )
 """Each divergence with each signal that it can be computed from."""
 

@@ -10,13 +10,16 @@ from practicum.algorithms.divergences import (
     SampledTokens,
     full_divergence,
     sampled_divergence,
+    shared_divergence,
     topk_divergence,
 )
 from practicum.algorithms.token_logprobs import log_distribution
-from practicum.recipe.algorithm_traits import ON_TOP_K
+from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_TOP_K
 from practicum.recipe.checks.divergences import why_dead
 
-from .batches import PAIRS
+from .batches import PAIRS as ALL
+
+PAIRS = [pair for pair in ALL if pair != (pair[0], "shared") or pair[0] in ON_DISTRIBUTIONS]
 
 TOKENS, VOCAB, TOP_K = 40, 300, 16
 EITHER_SIGN = ("k1", "k1_straight", *ON_TOP_K)
@@ -38,6 +41,13 @@ def divergence(pair: tuple[str, str], logits: Tensor, teacher: Tensor, *, k: int
     if signal == "full":
         return full_divergence(kind, logits, teacher)[0]
     tokens = torch.arange(TOKENS) % VOCAB
+    if signal == "shared":
+        ids = logits.detach().topk(k).indices.clone()
+        ids[::3, -1] = -1  # the teacher does not have it
+        return shared_divergence(kind, logits, ids, scored(teacher, ids.clamp_min(0)))[0]
+    if signal == "student_top_k":
+        ids = logits.detach().topk(k).indices
+        return topk_divergence(kind, logits, ids, scored(teacher, ids))[0]
     if signal == "top_k":
         ids, sampled = teacher.topk(k).indices, None
         if kind in ON_TOP_K:
@@ -117,6 +127,10 @@ def test_no_tokens_give_no_losses(pair: tuple[str, str]) -> None:
             torch.empty(0, 4),
             sampled=SampledTokens(none.long(), none, none) if kind in ON_TOP_K else None,
         )[0],
+        "student_top_k": lambda: topk_divergence(kind, logits, torch.empty(0, 4).long(), torch.empty(0, 4))[
+            0
+        ],
+        "shared": lambda: shared_divergence(kind, logits, torch.empty(0, 4).long(), torch.empty(0, 4))[0],
         "sampled": lambda: sampled_divergence(kind, logits.sum(-1), none),
     }[signal]()
     assert found.shape == (0,)

@@ -50,5 +50,5 @@ def test_a_refusal_says_what_to_use(divergence: str, signal: str, way: str, advi
 
 def test_plain_k1_is_dead_through_the_loss_alone() -> None:
     dead = {(n, s, w) for n in NAMES for s in SIGNALS for w in WAYS if why_dead(n, s, w) is not None}
-    assert dead == {("k1", "sampled", "loss")}
+    assert dead == {("k1", "sampled", "loss"), ("k1", "shared", "loss")}
     assert "k1_straight" in str(why_dead("k1", "sampled", "loss"))

@@ -17,7 +17,7 @@ from practicum.observe.metrics import METRICS
 from practicum.observe.text import ledger_table
 from practicum.recipe.checks.divergences import why_unfit
 from practicum.recipe.reward_traits import REWARDS
-from practicum.recipe.schema.teacher_sections import Divergence
+from practicum.recipe.schema.teacher_sections import Distill, Divergence
 from practicum.trainer.recipe_changes import MAY_CHANGE
 
 from .figures import IMAGES, figures
@@ -76,7 +76,7 @@ def test_names_that_stand_in_sentences_are_all_there():
 
 def test_every_divergence_is_in_the_table_with_its_signals():
     shown = {words(row[0])[0]: words(row[1]) for row in rows_of("teachers.md", "divergence")}
-    signals = ("sampled", "top_k", "full")
+    signals = get_args(Distill.model_fields["signal"].annotation)
     fitting = {
         name: [signal for signal in signals if why_unfit(name, signal, "loss") is None]
         for name in get_args(Divergence)

@@ -7,7 +7,15 @@ import asyncio
 import pytest
 import torch
 
-from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
+from practicum.engines.protocol import (
+    Counter,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
 from practicum.engines.torch import score_batch as scoring
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.errors import EngineError
@@ -47,6 +55,52 @@ def test_scores_equal_a_plain_forward(family: str, logits_at_once: int, score_to
         best = plain.topk(k)
         torch.testing.assert_close(scores.topk_logprobs, best.values, rtol=0, atol=1e-4)
         assert torch.equal(scores.topk_ids, best.indices)
+
+
+def test_given_tokens_are_scored_as_the_most_likely_ones_are():
+    model, g = tiny(), torch.Generator().manual_seed(3)
+    sequences = prompts(6, shortest=6, longest=30)
+
+    async def run(engine: TorchEngine) -> list[Scores]:
+        asked = []
+        for i, ids in enumerate(sequences):
+            support = torch.randint(0, 40, (len(ids) - 2, 3 + i % 2), generator=g) if i % 3 else None
+            options = ScoreOptions(top_k=0 if i % 3 else 4)
+            asked.append(engine.score(ScoreRequest(ids, 2, support=support), options))
+        return await asyncio.gather(*asked)
+
+    with engine_of(model) as engine:
+        got = asyncio.run(run(engine))
+        with pytest.raises(EngineError):
+            asyncio.run(engine.score(ScoreRequest([1, 2, 3], 1, support=torch.zeros(1, 2).long())))
+    for ids, scores in zip(sequences, got, strict=True):
+        plain = plain_logprobs(model, ids[:2], torch.tensor(ids[2:]))
+        assert scores.topk_ids is not None
+        assert scores.topk_logprobs is not None
+        expected = plain.gather(-1, scores.topk_ids)
+        torch.testing.assert_close(scores.topk_logprobs, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_sample_comes_with_the_most_likely_tokens_of_its_positions(alone: bool):
+    model = tiny()
+
+    async def run(engine: TorchEngine) -> list[Generation]:
+        asked = []
+        for i, ids in enumerate(prompts(5, shortest=3, longest=12)):
+            sampling = Sampling(9, frozenset(), report=(0, 3, 5)[i % 3], temperature=0.7 if i % 2 else 1.0)
+            asked.append(engine.generate(GenerateRequest(ids, sampling, Counter(1, i))))
+        return await asyncio.gather(*asked)
+
+    with engine_of(model, alone=alone) as engine:
+        got = asyncio.run(run(engine))
+    for i, (ids, made) in enumerate(zip(prompts(5, shortest=3, longest=12), got, strict=True)):
+        if not i % 3:
+            assert made.topk_ids is None
+            continue
+        assert made.topk_ids is not None
+        plain = plain_logprobs(model, ids, made.tokens)
+        assert torch.equal(made.topk_ids, plain.topk((0, 3, 5)[i % 3]).indices)
 
 
 def test_no_token_to_score_gives_empty_scores():

@@ -142,7 +142,7 @@ def plain_divergence(distill: Distill, logits_MV: Tensor, batch: UpdateBatch, te
     if distill.signal == "sampled":
         target_M1 = batch.response_ids.values.unsqueeze(1)
         return _estimate(distill.divergence, (p_MV - q_MV).gather(1, target_M1).squeeze(1))
-    if distill.signal == "top_k":
+    if distill.signal in ("top_k", "student_top_k"):  # the tokens are given: the teacher's, here
         ids_MK = teacher_MV.topk(distill.top_k, dim=-1).indices
         if distill.divergence == "unbiased_reverse_kl":
             return _with_residual(p_MV, q_MV, ids_MK, batch)

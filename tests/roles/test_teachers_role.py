@@ -142,6 +142,43 @@ def test_a_base_that_is_the_reference_leaves_the_bits_of_the_teacher(folders: di
     assert torch.equal(found, Teachers({}, None, heads).head("small")(hidden["small"]))
 
 
+@pytest.mark.parametrize("signal", ["sampled", "student_top_k"])
+def test_a_mixture_is_the_weighted_sum_of_its_teachers_distributions(folders: dict[str, str], signal: str):
+    top_k = {"top_k": 5} if signal == "student_top_k" else {"divergence": "k2"}
+    recipe = recipe_of(
+        folders,
+        distill={"signal": signal, **top_k},
+        route={"by": "task", "map": {"copy": "small", "compare": "wide"}},
+    )
+    small = recipe.teachers["small"].model_copy(update={"mixture": {"small": 0.7, "wide": 0.3}})
+    mixed = recipe.model_copy(update={"teachers": recipe.teachers | {"small": small}})
+    with started(mixed) as (roles, faculty):
+        batch = roll_out(mixed, roles)
+        teach(faculty, roles, batch)
+        names = ["prompt_ids", "response_ids", "teacher_logprobs"]
+        names += ["rollout_topk_ids", "teacher_topk_ids", "teacher_topk_logprobs"] * (signal != "sampled")
+        prompts, responses, logprobs, *tops = ragged(roles, batch, *names)
+        assert_at_rest(roles, faculty)
+    models = {name: load_model(Model(path=path, device="cpu"), 0) for name, path in folders.items()}
+    for i, tags in enumerate(batch.tags):
+        ids = [*prompts[i].tolist(), *responses[i].tolist()]
+        row = ScoreRequest(ids, len(prompts[i]), "row")
+        said = []
+        for model in models.values():
+            whole = in_process(model, [row], ScoreOptions(top_k=model.config.vocab_size))[0]
+            assert whole.topk_ids is not None
+            assert whole.topk_logprobs is not None
+            said.append(
+                torch.zeros_like(whole.topk_logprobs).scatter(1, whole.topk_ids, whole.topk_logprobs).exp()
+            )
+        expected = (0.7 * said[0] + 0.3 * said[1] if tags.teacher == "small" else said[1]).log()
+        at_R1 = responses[i].unsqueeze(1)
+        torch.testing.assert_close(logprobs[i], expected.gather(1, at_R1).squeeze(1), rtol=0, atol=1e-5)
+        if tops:
+            assert torch.equal(tops[0][i], tops[1][i])
+            torch.testing.assert_close(tops[2][i], expected.gather(1, tops[0][i]), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])
 def test_rows_are_scored_by_their_own_teacher(folders: dict[str, str], signal: str):
     divergence = "k2" if signal == "sampled" else "reverse_kl"

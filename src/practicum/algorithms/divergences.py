@@ -58,6 +58,8 @@ from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, r
 from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_TOP_K
 from practicum.recipe.own_parts import find_part
 
+_ABSENT = -1e4
+"""A logit without probability, which is finite."""
 FAR = 60.0
 """A log-ratio whose exponential is far above all weights, and far below where float32 ends."""
 
@@ -208,6 +210,35 @@ def topk_divergence(
     compare = reverse_kl if kind in ON_TOP_K else find_part("divergence", kind, DISTRIBUTIONS)
     needs_grad = logits_CV.requires_grad and torch.is_grad_enabled()
     return _TopK.apply(logits_CV, teacher_ids_CK, teacher_logprobs_CK, compare, beta, needs_grad, sampled)
+
+
+def shared_divergence(
+    kind: str, logits_CV: Tensor, ids_CK: Tensor, teacher_logprobs_CK: Tensor, *, beta: float = 0.5
+) -> Terms:
+    """Compare over the given tokens alone, both sides scaled to sum to 1 there; an id of -1 is none.
+
+    So a teacher with another vocabulary is compared where it has the student's tokens. With fewer than two of
+    them the divergence is 0.
+    """
+    known_CK = ids_CK >= 0
+
+    def among(values_CK: Tensor) -> Tensor:
+        values_CK = values_CK.masked_fill(~known_CK, -torch.inf)
+        highest_C1 = values_CK.detach().amax(-1, keepdim=True).clamp_min(_ABSENT)
+        return (values_CK - highest_C1).clamp_min(_ABSENT)  # log-ratios must be finite
+
+    own_CK = logits_CV.gather(1, ids_CK.clamp_min(0))
+    with torch.no_grad():  # the bits that engines compute; slopes add up to 0, so a normaliser has none
+        logprobs_CK = logprobs_at(logits_CV, ids_CK.clamp_min(0))
+    own_CK = among(logprobs_CK + (own_CK - own_CK.detach()))
+    return full_divergence(kind, own_CK, among(teacher_logprobs_CK.to(own_CK.dtype)), beta=beta)
+
+
+@torch.no_grad()
+def topk_mass(logits_CV: Tensor, ids_CK: Tensor) -> Tensor:
+    """Return the student's mass [C] on these tokens; an id of -1 is none."""
+    probs_CK = logprobs_at(logits_CV, ids_CK.clamp_min(0)).exp()
+    return probs_CK.masked_fill(ids_CK < 0, 0.0).sum(-1).to(logits_CV.dtype)
 
 
 @torch.no_grad()

@@ -18,6 +18,8 @@ Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
 Clock = Literal["frozen", "behaviour", "learner"]
 """Validity of a field: independent of weights (always valid), of the weights that sampled its row, or of the
 weights that the step trains (valid in that step only)."""
+NO_MATCH, SHARED_TOKEN, SAME_TOKENS = 0, 1, 2
+"""Values of teacher_match: the teacher has no such token; both have it; both have the same vocabulary."""
 Padding = Literal["end_token", "zero", "positions", "empty"]
 """Padding rules: the end token, zeros (false), positions from 0, an empty mapping."""
 
@@ -52,6 +54,7 @@ _FIELDS = (
     _frozen("response_mask", "bool", "response", "rollout", "true where the student sampled", "zero"),
     _behaviour("rollout_logprobs", "float32", "response", "rollout", "as really sampled from", "zero"),
     _behaviour("plain_logprobs", "float32", "response", "rollout", "of the model at T = 1, uncut", "zero"),
+    _behaviour("rollout_topk_ids", "int64", "response", "rollout", "most likely tokens", "zero", ("K",)),
     _frozen(
         "position_ids", "int64", "sequence", "rollout", "if a model needs several axes", "positions", ("D",)
     ),
@@ -64,6 +67,14 @@ _FIELDS = (
     _frozen("teacher_logprobs", "float32", "response", "teachers", "of the sampled token", "zero"),
     _frozen("teacher_topk_ids", "int64", "response", "teachers", "most likely tokens", "zero", ("K",)),
     _frozen("teacher_topk_logprobs", "float32", "response", "teachers", "their logprobs", "zero", ("K",)),
+    _frozen(
+        "teacher_match",
+        "int64",
+        "response",
+        "teachers",
+        "0 not compared, 1 at tokens of both, 2 at all",
+        "zero",
+    ),
     _frozen("teacher_hidden", "float32", "response", "teachers", "last hidden states", "zero", ("H",)),
     Field("old_logprobs", "float32", "response", "old_logprobs", "the student before the update", "zero"),
     _frozen("ref_logprobs", "float32", "response", "ref_logprobs", "the reference policy", "zero"),

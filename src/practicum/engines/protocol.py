@@ -27,6 +27,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    report: int = 0
+    """Most likely tokens of each position to return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class ScoreRequest:
     images: Images | None = None
     adapter: str | None = None
     """The adapter that scores it, for a model with several. None means the base."""
+    support: Tensor | None = None
+    """Tokens [R, K] to score at each position, in place of the most likely ones."""
 
     def check(self, options: ScoreOptions, vocab: int, longest: int, max_top_k: int | None = None) -> None:
         """Raise EngineError if an engine of these sizes can't serve the request."""
@@ -119,6 +123,15 @@ class ScoreRequest:
             raise EngineError(f"top_k is {options.top_k}, expected 0 to {most}")
         if options.temperature <= 0:
             raise EngineError(f"temperature is {options.temperature}, expected above 0")
+        support = self.support
+        if support is not None and (support.dim() != 2 or len(support) != len(ids) - start):
+            raise EngineError(f"tokens to score {list(support.shape)} for {len(ids) - start} positions")
+        if (
+            support is not None
+            and support.numel()
+            and not 0 <= int(support.min()) <= int(support.max()) < outputs
+        ):
+            raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
 
 
 def _check_ids(ids: Sequence[int], what: str, vocab: int) -> None:
@@ -142,6 +155,8 @@ class Generation:
     version_max: int
     experts: Tensor | None = None
     """For MoE models, the experts of each input token [P + R - 1, L, E]. The last token was no input."""
+    topk_ids: Tensor | None = None
+    """The most likely tokens at each position [R, K], if `Sampling.report` asks for them."""
 
 
 @dataclass(slots=True)
@@ -152,7 +167,7 @@ class Scores:
     """Logprobs of the tokens [R]."""
     topk_ids: Tensor | None
     topk_logprobs: Tensor | None
-    """The most likely tokens at each position and their logprobs, in descending order [R, K]."""
+    """The most likely tokens at each position and their logprobs, descending [R, K], or the support."""
     version: int
     hidden: Tensor | None = None
     """Last hidden states that predict each token [R, H]. The output head turns them into full

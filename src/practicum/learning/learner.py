@@ -200,6 +200,7 @@ class Learner(TrainedModel):
                 kl=None if taught is None else taught.kl_M,
                 overlap=None if taught is None else taught.overlap_M,
                 entropy_gap=None if taught is None else taught.entropy_gap_M,
+                coverage=None if taught is None else taught.known_M,
             )
         return loss
 

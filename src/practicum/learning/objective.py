@@ -15,12 +15,15 @@ from practicum.algorithms.divergences import (
     SampledTokens,
     full_divergence,
     sampled_divergence,
+    shared_divergence,
     topk_divergence,
+    topk_mass,
     topk_overlap,
 )
 from practicum.algorithms.kl import k3, token_kl
 from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs
 from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, scaled_logits
+from practicum.dataplane.fields import NO_MATCH, SAME_TOKENS
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.logprobs import Reduce, TokenLogprobs
@@ -49,9 +52,11 @@ class DistillResult:
     kl_M: Tensor
     """k1 of each token to its teacher, without gradient."""
     overlap_M: Tensor | None
-    """Share of the teacher's top-k in the student's own, or None with the signal `sampled`."""
+    """Share of the teacher's top-k in the student's own, for signals that have it."""
     entropy_gap_M: Tensor | None
-    """The student's entropy minus the teacher's, or None with the signal `sampled`."""
+    """The student's entropy minus the teacher's, or None if sampled tokens are compared."""
+    known_M: Tensor | None = None
+    """With the signal `shared`, True where the teacher is compared."""
     top: tuple[Tensor, ...] = ()
     """The teacher's top-k and their logprobs of recorded tokens, with the signal `full`."""
 
@@ -79,17 +84,19 @@ class DistillSettings:
 
     @property
     def compares_distributions(self) -> bool:
-        return self.by_loss and self.distill.signal != "sampled"
+        return self.by_loss and (self.distill.compares_top or self.distill.signal == "full")
 
     def columns(self, teachers: TeacherColumns | None, lengths: list[int]) -> dict[str, Tensor]:
         """Return the token columns [M, ...] that the signal needs, of responses of these lengths."""
         if teachers is None:
             raise DataError("the mini-batch is missing teacher_logprobs, which distill needs")
         needed: dict[str, Ragged | None] = {"teacher_logprobs": teachers.logprobs}
-        if self.by_loss and self.distill.signal == "top_k":
+        if self.by_loss and self.distill.compares_top:
             needed |= {"teacher_topk_ids": teachers.topk_ids, "teacher_topk_logprobs": teachers.topk_logprobs}
         elif self.by_loss and self.distill.signal == "full":
             needed["teacher_hidden"] = teachers.hidden
+        if self.distill.signal == "shared":
+            needed["teacher_match"] = teachers.match
         if self.by_loss and teachers.weight is not None:
             needed["teacher_weight"] = teachers.weight
         columns = {}
@@ -114,18 +121,24 @@ class DistillSettings:
         loss_M = overlap_M = gap_M = None
         top: list[Tensor] = []
         if self.compares_distributions:
-            loss_M, gap_M, overlap_M, compared_M, *top = found.more
-            means.add("teacher_overlap", overlap_M)
+            loss_M, gap_M, common_M, compared_M, *top = found.more
+            means.add("teacher_mass" if self.distill.of_student else "teacher_overlap", common_M)
             means.add("teacher_entropy_gap", gap_M)
+            overlap_M = None if self.distill.of_student else common_M
         else:
             compared_M = found.more[0] if found.more else found.logprobs_M
             if self.by_loss:
                 loss_M = sampled_divergence(self.distill.divergence, compared_M, teacher_M)
+        kl_M, known_M = (compared_M - teacher_M).detach(), None
+        if "teacher_match" in columns:
+            known_M = columns["teacher_match"] != NO_MATCH
+            means.add("teacher_coverage", known_M)
+            kl_M = kl_M.masked_fill(~known_M, 0.0)
+            loss_M = None if loss_M is None else loss_M * known_M
         if loss_M is not None:
             means.add("distill_loss", loss_M)
-        kl_M = (compared_M - teacher_M).detach()
-        means.add("teacher_kl", kl_M)
-        return DistillResult(loss_M, kl_M, overlap_M, gap_M, tuple(top))
+        means.add("teacher_kl", kl_M if known_M is None else kl_M[known_M])
+        return DistillResult(loss_M, kl_M, overlap_M, gap_M, known_M, tuple(top))
 
     def _distributions(
         self, logits_CV: Tensor, rows: slice, columns: Columns, target_M: Tensor
@@ -133,7 +146,9 @@ class DistillSettings:
         kind, beta = self.distill.divergence, self.distill.beta
         scaled_CV = scaled_logits(logits_CV, self.temperature)
         top: tuple[Tensor, ...] = ()
-        if self.distill.signal == "top_k":
+        if self.distill.signal == "shared":
+            loss_C, gap_C, common_C = self._shared(scaled_CV, {name: x[rows] for name, x in columns.items()})
+        elif self.distill.signal in ("top_k", "student_top_k"):
             ids_CK = columns["teacher_topk_ids"][rows]
             best_CK = columns["teacher_topk_logprobs"][rows]
             sampled = None
@@ -141,18 +156,38 @@ class DistillSettings:
                 sampler_M = columns["rollout_logprobs" if "rollout_logprobs" in columns else "plain_logprobs"]
                 sampled = SampledTokens(target_M[rows], columns["teacher_logprobs"][rows], sampler_M[rows])
             loss_C, gap_C = topk_divergence(kind, scaled_CV, ids_CK, best_CK, beta=beta, sampled=sampled)
+            common = topk_mass if self.distill.of_student else topk_overlap
+            common_C = common(scaled_CV, ids_CK)
         else:
             own_CV = self._teacher_logits(columns["teacher_hidden"][rows], columns["teacher"][rows])
             teacher_CV = scaled_logits(own_CV, self.temperature)
             ids_CK = teacher_CV.topk(min(self.distill.top_k, teacher_CV.shape[1])).indices
             loss_C, gap_C = full_divergence(kind, scaled_CV, teacher_CV.to(scaled_CV.dtype), beta=beta)
+            common_C = topk_overlap(scaled_CV, ids_CK)
             if "recorded" in columns:
                 recorded_C = columns["recorded"][rows]
                 ids_MK = ids_CK[recorded_C]
                 top = ids_MK, log_distribution(teacher_CV[recorded_C]).gather(1, ids_MK)
-        overlap_C = topk_overlap(scaled_CV, ids_CK)
         compared_C = logprobs_at(scaled_CV, target_M[rows].unsqueeze(1)).squeeze(1)
-        return loss_C, gap_C, overlap_C, compared_C, *top
+        return loss_C, gap_C, common_C, compared_C, *top
+
+    def _shared(self, scaled_CV: Tensor, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+        """Return divergence, entropy gap and compared mass of tokens, by the tokenizers of their teachers."""
+        kind, beta = self.distill.divergence, self.distill.beta
+        ids_CK, best_CK = columns["teacher_topk_ids"], columns["teacher_topk_logprobs"]
+        same_C = columns["teacher_match"] == SAME_TOKENS
+        parts: list[tuple[Tensor, ...]] = []
+        for mine_C, divergence in ((same_C, topk_divergence), (~same_C, shared_divergence)):
+            if bool(mine_C.any()):  # all of them without a copy, as the signal top_k does
+                whole = bool(mine_C.all())
+                logits, ids, best = (x if whole else x[mine_C] for x in (scaled_CV, ids_CK, best_CK))
+                parts.append((*divergence(kind, logits, ids, best, beta=beta), topk_mass(logits, ids)))
+        if len(parts) == 1:
+            loss_C, gap_C, mass_C = parts[0]
+            return loss_C, gap_C, mass_C
+        order = torch.cat([same_C.nonzero(), (~same_C).nonzero()]).squeeze(1).argsort()
+        loss_C, gap_C, mass_C = (torch.cat(column)[order] for column in zip(*parts, strict=True))
+        return loss_C, gap_C, mass_C
 
     def _logprobs(self, logits_CV: Tensor, target_C: Tensor) -> Tensor:
         all_CV = log_distribution(scaled_logits(logits_CV, self.temperature))

@@ -49,6 +49,8 @@ class TeacherColumns:
     topk_ids: Ragged | None = None
     topk_logprobs: Ragged | None = None
     hidden: Ragged | None = None
+    match: Ragged | None = None
+    """With the signal `shared`: which tokens can be compared (`fields.SHARED_TOKEN`)."""
     weight: Ragged | None = None
     """Factor of each token's divergence in the loss; other terms and all denominators stay."""
     factors: Mapping[int, float] | None = None

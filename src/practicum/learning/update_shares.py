@@ -80,14 +80,17 @@ class PartGradients:
         if any(not _has_moment(optimizer, p) for p in self._parameters):
             return PartShares(gram, [], {})
 
-        def dots(p: nn.Parameter, before: Tensor, parts: list[Tensor]) -> list[float]:
+        def dots(p: nn.Parameter, before: Tensor, parts_DN: Tensor) -> Tensor:
             state, group = optimizer.state[p], groups[p]
-            change = _local(_weights(p, optimizer)) - before
-            corrected = _local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** float(state["step"]))
+            change = _local(_weights(p, optimizer)).flatten() - before
+            corrected = _local(state["exp_avg_sq"]).flatten() / (
+                1 - group["betas"][1] ** float(state["step"])
+            )
             scaled = change * (-lr / (corrected.sqrt() + group["eps"]))
-            decay = -lr * group["weight_decay"] * _dot(before, change)
-            projected = -sum(x * _dot(grad, change) for x, grad in zip(removed, parts, strict=True))
-            return [*(_dot(grad, scaled) for grad in parts), decay, projected, _dot(change, change)]
+            own = torch.stack([change, -lr * group["weight_decay"] * before]) @ change
+            raised = parts_DN @ change if project else parts_DN.new_zeros(len(parts_DN))
+            removed_D = raised.new_tensor(removed)
+            return torch.cat([parts_DN @ scaled, own[1:], -(removed_D @ raised).unsqueeze(0), own[:1]])
 
         *parts, decay, projected, size = self._added(dots)
         if size == 0:
@@ -105,9 +108,9 @@ class PartGradients:
         solves the small dual problem. Return m. Weights are rounded, so the constraint is looked at again.
         """
 
-        def against(p: nn.Parameter, before: Tensor, parts: list[Tensor]) -> list[float]:
-            change = _local(_weights(p, optimizer)) - before
-            return [*(_dot(grad, change) for grad in parts), _dot(change, change)]
+        def against(p: nn.Parameter, before: Tensor, parts_DN: Tensor) -> Tensor:
+            change = (_local(_weights(p, optimizer)).flatten() - before).double()
+            return torch.cat([parts_DN.double(), change.unsqueeze(0)]) @ change
 
         removed = [0.0] * len(gram)
         for _ in range(ROUNDS):
@@ -130,21 +133,22 @@ class PartGradients:
 
     def _gram(self) -> list[list[float]]:
         count = len(self._parts)
-        pairs = [(i, j) for i in range(count) for j in range(i + 1)]
-        found = self._added(lambda p, before, parts: [_dot(parts[i], parts[j]) for i, j in pairs])
-        at = dict(zip(pairs, found, strict=True))
-        return [[at[max(i, j), min(i, j)] for j in range(count)] for i in range(count)]
+        found = self._added(lambda p, before, parts_DN: (parts_DN @ parts_DN.T).flatten())
+        return [found[i * count : (i + 1) * count] for i in range(count)]
 
-    def _added(self, dots: Callable[[nn.Parameter, Tensor, list[Tensor]], list[float]]) -> list[float]:
+    def _added(self, dots: Callable[[nn.Parameter, Tensor, Tensor], Tensor]) -> list[float]:
         """Return the sums of these dot products over all parameters and ranks.
 
-        `dots` gets a parameter, its weights before the step and the parts' gradients: this rank's shards.
+        `dots` gets a parameter, its weights before the step and the D parts' gradients: this rank's shards,
+        flat.
         """
         rows = []
         for p, before, *grads in zip(self._parameters, self._before, *self._parts, strict=True):
-            parts = [_local(torch.zeros_like(p) if grad is None else grad) for grad in grads]
-            rows.append(dots(p, _local(before), parts))
-        totals = torch.tensor(rows, dtype=torch.float64).sum(0)
+            parts = [_local(torch.zeros_like(p) if grad is None else grad).flatten() for grad in grads]
+            flat = _local(before).flatten()
+            flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            rows.append(dots(p, flat, torch.stack(parts).to(flat.dtype)).double())
+        totals = torch.stack(rows).sum(0)
         if self._gather is not None:
             totals = torch.tensor(self._gather(totals.tolist()), dtype=torch.float64).sum(0)
         return totals.tolist()
@@ -179,7 +183,3 @@ def _weights(p: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:
 def _local(x: Tensor) -> Tensor:
     """Return this rank's shard."""
     return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum(dtype=torch.float64))

@@ -67,7 +67,7 @@ LOSSES: dict[str, LossTraits] = {
 KL_NAMES = ("k1", "k2", "k3")
 AGGREGATION_NAMES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 ON_DISTRIBUTIONS = ("forward_kl", "reverse_kl", "jsd")
-"""Divergences of distributions: signals top_k and full."""
+"""Divergences of distributions: every signal but sampled."""
 ON_TOP_K = ("unbiased_reverse_kl",)
 """Divergences of the top-k that also read the sampled token's logprob."""
 ON_SAMPLED = ("k1", "k2", "k3", "k1_straight", "k3_straight", "abs", "mse")

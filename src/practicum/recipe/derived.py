@@ -22,6 +22,17 @@ def products(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
     return {name: target for name, target in used.items() if target and target != {name: 1.0}}
 
 
+def mixtures(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
+    """Return the weights of each teacher's mixture, of those that do not teach themselves alone."""
+    used = {name: {n: w for n, w in (t.mixture or {}).items() if w} for name, t in teachers.items()}
+    return {name: mixture for name, mixture in used.items() if mixture and mixture != {name: 1.0}}
+
+
+def parts_of(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
+    """Return the teachers that together make what a teacher teaches, of products and mixtures."""
+    return products(teachers) | mixtures(teachers)
+
+
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
     """Return groups of teachers that share a base: adapters, and full models that are the base of adapters.
 

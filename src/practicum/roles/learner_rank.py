@@ -46,6 +46,7 @@ from practicum.roles.student import StudentRole
 from practicum.roles.teachers import TeacherRole
 from practicum.sessions.chat import make_encoder
 from practicum.teachers.load_teachers import Teachers
+from practicum.teachers.shared_tokens import shared_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class LearnerRank:
                 self.tokenizer,
                 temperature=recipe.compare_temperature,
                 vocab=model.config.get_text_config().vocab_size,
+                shared=shared_tokens(recipe, self.tokenizer),
                 parallel=parallel,
                 recorder=recorder,
             )

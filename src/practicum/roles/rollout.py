@@ -111,6 +111,7 @@ class RolloutRole:
         """The prompt of each row in the store."""
         self.hidden = OverlapFraction()
         taught = teachers.items() if "teachers" in plan else ()
+        self._whole_prompts = "teachers" in plan and "teacher_match" in plan["teachers"].writes
         self._own_teachers = {name for name, teacher in taught if teacher.scores_during_rollout}
         self.open: dict[SessionName, Prompt] = {}
         """Sessions of the current rollout that have not run or are not scored early yet."""
@@ -183,7 +184,7 @@ class RolloutRole:
             )
             if not waiting:
                 return None
-            prompts = prompts_read(self._teachers, waiting, step.prompts)
+            prompts = prompts_read(self._teachers, waiting, step.prompts, whole=self._whole_prompts)
             with self.engines_asleep():
                 return stage(replace(step, batch=waiting, prompts=prompts))
 
@@ -232,7 +233,7 @@ class RolloutRole:
             works.append(self.workers.reward(judged, prompts))
         if taught:
             assert taught.tags[0].teacher is not None
-            read = prompts_read(self._teachers, taught, self.prompts)
+            read = prompts_read(self._teachers, taught, self.prompts, whole=self._whole_prompts)
             works.append(self.workers.teach(taught.tags[0].teacher, taught, read))
         by_models = bool(taught) or bool(self._models)
         with self.hidden.scoring() if by_models else nullcontext():

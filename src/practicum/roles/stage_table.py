@@ -110,8 +110,14 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
     experts = _if(replayed, "routed_experts")
     tokens = (*_TOKENS, *vision)
     signal = "sampled" if distill is None else distill.signal
-    scores = {"top_k": ("teacher_topk_ids", "teacher_topk_logprobs"), "full": ("teacher_hidden",)}
-    taught = ("teacher_logprobs", *scores.get(signal, ()))
+    of_student = distill is not None and distill.of_student and not supervised
+    taught = (
+        "teacher_logprobs",
+        *_if(distill is not None and distill.compares_top, "teacher_topk_ids", "teacher_topk_logprobs"),
+        *_if(signal == "shared", "teacher_match"),
+        *_if(signal == "full", "teacher_hidden"),
+    )
+    tops = _if(of_student, "rollout_topk_ids")
     advantage_reads = (
         "response_mask",
         *_if(recipe.uses_reward, "reward_tokens"),
@@ -151,7 +157,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             else f"{loss}: responses are sampled by {'teachers' if answered else 'the student'}",
         },
         "rollout": {
-            "writes": (*_ROWS, "rollout_logprobs", "plain_logprobs", *vision, *experts),
+            "writes": (*_ROWS, "rollout_logprobs", "plain_logprobs", *vision, *experts, *tops),
             "skip_reason": f"{loss}: SFT examples are the batch" if recipe.demonstrates else "",
             "about": "the teachers respond" if answered else "the student responds",
         },
@@ -161,7 +167,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         },
         # Colocated teachers share the learner's devices.
         "teachers": {
-            "reads": (*_TOKENS, *images),
+            "reads": (*_TOKENS, *images, *tops),
             "writes": taught,
             "side": "sampling" if streamed else "learning",
         },

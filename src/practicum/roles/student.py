@@ -246,6 +246,7 @@ class StudentRole:
                 topk_ids=columns.select("teacher_topk_ids", rows),
                 topk_logprobs=columns.select("teacher_topk_logprobs", rows),
                 hidden=columns.select("teacher_hidden", rows),
+                match=columns.select("teacher_match", rows),
                 weight=columns.select("teacher_weight", rows),
             )
         plain = columns.select("plain_logprobs", rows)

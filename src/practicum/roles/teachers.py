@@ -40,6 +40,7 @@ from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, top_k
 from practicum.teachers.route import before_text
+from practicum.teachers.shared_tokens import Alignment, SharedTokens, match_of
 from practicum.teachers.teacher_scorer import TeacherScorer
 
 T = TypeVar("T")
@@ -62,11 +63,14 @@ class TeacherRole:
         *,
         temperature: float,
         vocab: int | None = None,
+        shared: Mapping[str, SharedTokens] | None = None,
         parallel: Parallel | None = None,
         recorder: Recorder = NOT_RECORDED,
     ) -> None:
+        """`shared` are the tokens that teachers with another tokenizer share with the student."""
         self.plan, self.store, self.recorder = plan, store, recorder
-        self.loaded, self.tokenizer = teachers, tokenizer
+        self.loaded, self.tokenizer, self.shared = teachers, tokenizer, shared or {}
+        self._by_match, self._by_top = distill.signal == "shared", distill.compares_top
         self.rank, self.ranks = (0, 1) if parallel is None else (parallel.rank, parallel.world)
         self.options = ScoreOptions(top_k(distill), distill.signal == "full", temperature, vocab)
         self._spent = self.seconds(), teachers.wakes
@@ -86,7 +90,7 @@ class TeacherRole:
     @stage("teachers", rows=_rank_share)
     async def score(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Score rows model by model, waking each sleeping model once."""
-        rows = self._rows(batch, columns, step.prompts)
+        rows, aligned = self._rows(batch, columns, step.prompts)
         by_model: dict[str, list[tuple[int, str]]] = {}
         for i, name in rows:
             by_model.setdefault(self.loaded.scorers[name].model, []).append((i, name))
@@ -96,19 +100,29 @@ class TeacherRole:
             awake, teachers = self.loaded.awake(asked[0][1]), self.loaded.scorers
             with self.recorder.span("teachers", step.number, ", ".join(names), len(asked)):
                 async with in_thread(awake):
-                    wanted = (teachers[one[1]].score(rows[one], self.options) for one in asked)
+                    wanted = (teachers[one[1]].score(rows[one], self._options(one[1])) for one in asked)
                     found = await gather_all(wanted)
             for one, score in zip(asked, found, strict=True):
                 self._check(one[1], rows[one], score)
                 scores[one] = score
+        tops = self._tops(columns, len(batch))
         whole: list[Scores] = []
         responses = columns.ragged("response_ids").rows
         for i, (tags, response) in enumerate(zip(batch.tags, responses, strict=True)):
             name = tags.teacher or ""
-            target = self.loaded.targets.get(name)
-            parts = [scores[i, part] for part in target or (name,)]
-            whole.append(parts[0] if target is None else self._product(name, parts, response))
-        return self._columns(whole)
+            parts = [scores[i, part] for part in self.loaded.parts(name)]
+            if name in self.loaded.targets:
+                parts = [self._product(name, parts, response)]
+            elif name in self.loaded.mixtures:
+                parts = [mixed(parts, list(self.loaded.mixtures[name].values()))]
+            elif (found := aligned.get(i)) is not None:
+                parts = [self.shared[name].scores(found, parts[0], len(response), tops[i])]
+            whole += parts
+        columns_of = self._columns(whole)
+        if self._by_match:
+            matches = [match_of(aligned.get(i), len(response)) for i, response in enumerate(responses)]
+            columns_of["teacher_match"] = Ragged.from_rows(matches)
+        return columns_of
 
     def _product(self, name: str, parts: Sequence[Scores], response_R: Tensor) -> Scores:
         """Return the scores of a row whose teacher's target is a product of these."""
@@ -124,8 +138,10 @@ class TeacherRole:
         `columns` has their prompt_ids and response_ids.
         """
         tags = tuple(replace(tags, teacher=name) for tags in batch.tags)
-        rows = self._rows(replace(batch, tags=tags), columns, step.prompts).values()
-        options = replace(self.options, top_k=0, hidden=False)
+        asked, aligned = self._rows(replace(batch, tags=tags), columns, step.prompts, tops=False)
+        if aligned:
+            raise TeacherError(f"teacher {name} has another tokenizer: a stage can't ask it for logprobs")
+        rows, options = asked.values(), replace(self.options, top_k=0, hidden=False)
         scores = self._ask(name, lambda teacher: (teacher.score(row, options) for row in rows))
         return Ragged.from_rows([score.logprobs for score in scores])
 
@@ -136,7 +152,7 @@ class TeacherRole:
 
     def _ask(self, name: str, work: Callable[[TeacherScorer], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
         """Run work on a teacher outside of its stage, and wait for it."""
-        if name not in self.loaded.scorers or name in self.loaded.targets:
+        if name not in self.loaded.scorers or name in {**self.loaded.targets, **self.loaded.mixtures}:
             raise TeacherError(f"stages can use colocated teachers without a target only, not {name}")
 
         async def ask() -> list[T]:
@@ -200,9 +216,8 @@ class TeacherRole:
         ids_RK, best_RK, vocab = scores.topk_ids, scores.topk_logprobs, self.options.vocab
         if ids_RK is None or best_RK is None or not ids_RK.numel():
             return
-        if (
-            vocab is not None and int(ids_RK.max()) >= vocab
-        ):  # a server does not know the student's vocabulary
+        vocab = None if name in self.shared else vocab  # servers do not know the student's vocabulary
+        if vocab is not None and int(ids_RK.max()) >= vocab:
             raise TeacherError(
                 f"teacher {name} returned token {int(ids_RK.max())} for {row.name}, but the student has "
                 f"{vocab} outputs: load it locally, which excludes such tokens, without teachers.{name}.url"
@@ -218,29 +233,49 @@ class TeacherRole:
             )
 
     def _rows(
-        self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]
-    ) -> dict[tuple[int, str], ScoreRequest]:
-        """Return the requests to each teacher for each row. A product has several teachers."""
+        self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], *, tops: bool = True
+    ) -> tuple[dict[tuple[int, str], ScoreRequest], dict[int, Alignment]]:
+        """Return the requests to each teacher for each row, and alignments of rows with another tokenizer.
+
+        A product or mixture has several teachers.
+        """
+        top_rows = self._tops(columns, len(batch)) if tops else [None] * len(batch)
+        aligned: dict[int, Alignment] = {}
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
         pictures = images_of(columns) if "multi_modal_inputs" in columns else [None] * len(batch)
         rows = {}
         for i, ((key, tags), prompt, response, images) in enumerate(zip(batch, *ids, pictures, strict=True)):
-            for name in self.loaded.targets.get(tags.teacher or "", [tags.teacher or ""]):
-                teacher, before = self.loaded.scorers[name].spec, []
+            for name in self.loaded.parts(tags.teacher or ""):
+                teacher, before, text = self.loaded.scorers[name].spec, [], ""
                 if teacher.prompt_prefix is not None:
                     text = before_text(teacher, prompts[key])
                     before = self.tokenizer.encode(text, add_special_tokens=False)
+                if (shared := self.shared.get(name)) is not None:
+                    answer = response.tolist()
+                    found = shared.request(prompts[key], text, answer, top_rows[i], str(key))
+                    rows[i, name], aligned[i] = found
+                    continue
                 sequence = [*before, *prompt.tolist(), *response.tolist()]
                 start = len(sequence) - response.shape[0]
-                rows[i, name] = ScoreRequest(sequence, start, str(key), images)
-        return rows
+                support = None if self._by_match else top_rows[i]
+                rows[i, name] = ScoreRequest(sequence, start, str(key), images, support=support)
+        return rows, aligned
+
+    def _tops(self, columns: Columns, count: int) -> Sequence[Tensor | None]:
+        """Return the student's most likely tokens of each row, if they are compared."""
+        known = "rollout_topk_ids" in columns
+        return columns.ragged("rollout_topk_ids").rows if known else [None] * count
+
+    def _options(self, name: str) -> ScoreOptions:
+        """Return what is asked of a teacher beside the tokens; of one with another tokenizer nothing."""
+        return replace(self.options, top_k=0, vocab=None) if name in self.shared else self.options
 
     def _columns(self, scores: Sequence[Scores]) -> dict[str, Column]:
         def rows(tensors: Iterable[Tensor | None]) -> Ragged:
             return Ragged.from_rows([tensor for tensor in tensors if tensor is not None])
 
         columns: dict[str, Column] = {"teacher_logprobs": rows(s.logprobs for s in scores)}
-        if self.options.top_k:
+        if self._by_top:
             columns["teacher_topk_ids"] = rows(s.topk_ids for s in scores)
             columns["teacher_topk_logprobs"] = rows(s.topk_logprobs for s in scores)
         if self.options.hidden:
@@ -249,14 +284,28 @@ class TeacherRole:
         return columns
 
 
+def mixed(parts: Sequence[Scores], weights: Sequence[float]) -> Scores:
+    """Return the scores of a mixture of teachers' distributions: the same tokens, scored by each."""
+
+    def mix(logprobs: Sequence[Tensor]) -> Tensor:
+        logs = torch.tensor(weights, dtype=torch.float64).log()
+        terms = [x.double() + log for x, log in zip(logprobs, logs, strict=True)]
+        return torch.stack(terms).logsumexp(0).to(logprobs[0].dtype)
+
+    tops = [score.topk_logprobs for score in parts if score.topk_logprobs is not None]
+    best_RK = mix(tops) if tops else None
+    return replace(parts[0], logprobs=mix([score.logprobs for score in parts]), topk_logprobs=best_RK)
+
+
 def prompts_read(
-    teachers: Mapping[str, Teacher], batch: BatchRef, prompts: Mapping[Key, Prompt]
+    teachers: Mapping[str, Teacher], batch: BatchRef, prompts: Mapping[Key, Prompt], *, whole: bool
 ) -> dict[Key, Prompt]:
-    """Return the prompts of rows whose teachers read more than the prompt's tokens."""
+    """Return the prompts of rows whose teachers read more than the prompt's tokens, or of all rows."""
     reads = {
         name
         for name, teacher in teachers.items()
-        if any(teachers[part].prompt_prefix is not None for part in (name, *(teacher.target or ())))
+        for part in (name, *(teacher.target or ()), *(teacher.mixture or ()))
+        if whole or teachers[part].prompt_prefix is not None
     }
     return {key: prompts[key] for key, tags in batch if tags.teacher in reads}
 

@@ -50,6 +50,8 @@ class TokenSpan:
     plain_logprobs: Tensor
     version: int | None = None
     """Version of the weights that sampled it, the oldest if it changed during sampling."""
+    topk_ids: Tensor | None = None
+    """The student's most likely tokens [n, K] at each position, if the engine reports them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +89,7 @@ class Trajectory:
         self._merge_experts(generation.experts)
         first = generation.version_min
         numbers = generation.tokens, True, generation.logprobs, generation.plain_logprobs
-        self.pieces.append(TokenSpan(*numbers, version=first))
+        self.pieces.append(TokenSpan(*numbers, version=first, topk_ids=generation.topk_ids))
         self.version_min = first if self.version_min is None else min(self.version_min, first)
         self.version_max = max(self.version_max, generation.version_max)
         self.finish = generation.finish
@@ -139,6 +141,10 @@ class Trajectory:
             "rollout_logprobs": torch.cat([p.logprobs for p in pieces]) if pieces else empty,
             "plain_logprobs": torch.cat([p.plain_logprobs for p in pieces]) if pieces else empty,
         }
+        if (width := max((p.topk_ids.shape[1] for p in pieces if p.topk_ids is not None), default=0)) > 0:
+            given = [torch.arange(width).expand(len(p.ids), -1) for p in pieces]  # of tokens not sampled
+            tops = [x if p.topk_ids is None else p.topk_ids for p, x in zip(pieces, given, strict=True)]
+            columns["rollout_topk_ids"] = torch.cat(tops)
         if self.experts is not None:
             missing = len(self) - len(self.experts)
             columns["routed_experts"] = torch.cat(
@@ -454,6 +460,7 @@ class Session:
             tokens=generation.tokens[:end],
             logprobs=generation.logprobs[:end],
             plain_logprobs=generation.plain_logprobs[:end],
+            topk_ids=None if generation.topk_ids is None else generation.topk_ids[:end],
             finish="stop",
             experts=None if generation.experts is None else generation.experts[: before + end - 1],
         )

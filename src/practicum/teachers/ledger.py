@@ -194,7 +194,10 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> Lines:
 
 
 def _means(tokens: int, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-    line = {what: sums[what] / tokens for what in ("kl", "overlap", "entropy", "entropy_gap") if what in sums}
+    whats = ("kl", "overlap", "entropy", "entropy_gap", "coverage")
+    line = {what: sums[what] / tokens for what in whats if what in sums}
+    if sums.get("coverage"):  # the teacher says nothing of the other tokens
+        line["kl"] = sums["kl"] / sums["coverage"]
     if weight > 0:
         line["loss_share"] = sums["weight"] / weight
     if sums.get("weight", 0.0) > 0:

@@ -5,7 +5,7 @@ A new placement is a function in `PLACEMENTS`, and its recipe section.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ from practicum.learning.objective import Head
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.attention import OutputHead
 from practicum.models.model_files import read_config
-from practicum.recipe.derived import base_groups, products
+from practicum.recipe.derived import base_groups, mixtures, products
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.runtime_section import Runtime
 from practicum.recipe.schema.teacher_sections import Distill, Teacher
@@ -46,6 +46,12 @@ class Teachers:
     """Hidden size of the widest teacher in other processes."""
     targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Exponents of targets that are products of teachers."""
+    mixtures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Weights of targets that are mixtures of teachers."""
+
+    def parts(self, name: str) -> Collection[str]:
+        """Return the teachers that score a row of this teacher."""
+        return self.targets.get(name) or self.mixtures.get(name) or (name,)
 
     @property
     def width(self) -> int:
@@ -244,7 +250,7 @@ def load_teachers(
         sleepers = {s.model: s.sleeper for s in scorers.values() if s.sleeper is not None}
         residency = make_model_cache(runtime, {**sleepers, **(others or {})})
         undo.pop_all()
-    return Teachers(scorers, residency, known, targets=products(specs))
+    return Teachers(scorers, residency, known, targets=products(specs), mixtures=mixtures(specs))
 
 
 def probe_servers(
@@ -265,7 +271,8 @@ def probe_servers(
 
 def top_k(distill: Distill | None) -> int:
     """Return the maximum top-k of requests to teachers."""
-    return distill.top_k if distill is not None and distill.signal == "top_k" else 0
+    asks = distill is not None and distill.compares_top and distill.signal != "student_top_k"
+    return distill.top_k if distill is not None and asks else 0
 
 
 def signal_width(teachers: Mapping[str, Teacher], distill: Distill | None, source: Model) -> int:

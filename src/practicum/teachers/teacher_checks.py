@@ -14,24 +14,26 @@ from practicum.models.model_files import (
     must_read,
     read_config,
     read_image_processor,
-    read_tokenizer,
     require_model_folder,
-    require_tokenizer,
 )
 from practicum.models.processor import load_processor
 from practicum.models.vision import is_vision
 from practicum.recipe.checks.routing import destinations
-from practicum.recipe.derived import adapter_folder, products
+from practicum.recipe.derived import parts_of
 from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
+from practicum.tasks.messages import prompt_text
 from practicum.tasks.stream import make_stream
 from practicum.teachers.load_teachers import base_spec, describe_base
 from practicum.teachers.route import before_text, routed_value
-from practicum.teachers.vocabulary import compare_vocabularies
+from practicum.teachers.shared_tokens import Coverage, SharedTokens
+from practicum.teachers.vocabulary import compare_vocabularies, load_teacher_tokenizer
 
 LOOKED_AT = 2_000
 """Number of prompts to encode to find a teacher's longest one."""
+COVERED, LEAST_SHARED = 256, 0.5
+"""Number of prompts that show what tokenizers share, and the least share of tokens."""
 _IMAGE_KEYS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "size")
 """Settings of an image processor that determine how an image becomes patches."""
 
@@ -40,6 +42,7 @@ def check_teachers(
     recipe: Recipe,
     student: PreTrainedTokenizerBase,
     *,
+    shared: Mapping[str, SharedTokens],
     longest: Mapping[str, int],
     longest_answer: int,
     uses_chat: bool,
@@ -49,17 +52,18 @@ def check_teachers(
     """Describe each teacher. Raise RecipeErrors with all mistakes.
 
     `longest` has the tokens of each teacher's longest prompt (`longest_prompts`), `student_vocab` is the
-    width of the student's output, and `student_context` its maximum sequence length. Call `check_routes`
-    before.
+    width of the student's output, `student_context` its maximum sequence length, and `shared` has the tokens
+    that teachers with another tokenizer share with it. Call `check_routes` before.
     """
     findings, distill = [], recipe.distill
+    covered = coverages(recipe, shared)
     problems = list(check_images(recipe.teachers, recipe.model, student))
-    if distill is not None and distill.signal == "top_k" and distill.top_k > len(student):
+    if distill is not None and distill.compares_top and distill.top_k > len(student):
         expected = f"at most the {len(student)} tokens of the vocabulary"
         advice = "lower it, or set distill.signal: full"
         problems.append(RecipeError("distill.top_k", f"{distill.top_k}", expected, advice))
     for name, teacher in recipe.teachers.items():
-        check = _Check(name, teacher, recipe.model, problems)
+        check = _Check(name, teacher, recipe.model, problems, covered.get(name))
         findings.append(f"teacher {name}: {check.describe(student, uses_chat, student_context)}")
         is_full = distill is not None and distill.signal == "full"
         if is_full and None not in (check.width, student_vocab) and check.width != student_vocab:
@@ -101,27 +105,6 @@ def check_context(
     return RecipeError(f"teachers.{name}.context", f"{parts} = {needed}", f"at most {limit}", advice)
 
 
-def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a teacher, once per process. Errors name `path`.
-
-    Return None for a copy of the student, an adapter without a tokenizer on the student's base, or a server
-    without a tokenizer in the recipe.
-    """
-    if teacher.tokenizer is not None:
-        with must_read(teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"):
-            return read_tokenizer(teacher.tokenizer)
-    folder = None if teacher.adapter is None else adapter_folder(teacher.adapter)
-    if folder is not None and (folder / "tokenizer_config.json").is_file():
-        with must_read(str(folder), f"{path}.adapter", "an adapter with its tokenizer"):
-            return read_tokenizer(str(folder))
-    if teacher.url is not None or teacher.model is None:
-        return None
-    require_model_folder(teacher.model, f"{path}.model")
-    require_tokenizer(teacher.model, f"{path}.model")
-    with must_read(teacher.model, f"{path}.model", "a model with its tokenizer"):
-        return read_tokenizer(teacher.model)
-
-
 def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
     """Load the text config of a local teacher, once per process. Return None for others."""
     if teacher.url is not None or teacher.model is None:
@@ -134,8 +117,16 @@ def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
 class _Check:
     """Checks one teacher, and adds problems to a list."""
 
-    def __init__(self, name: str, teacher: Teacher, source: Model, problems: list[RecipeError]) -> None:
+    def __init__(
+        self,
+        name: str,
+        teacher: Teacher,
+        source: Model,
+        problems: list[RecipeError],
+        covered: Coverage | None,
+    ) -> None:
         self.name, self.teacher, self.source, self.problems = name, teacher, source, problems
+        self.covered = covered
         self.path = f"teachers.{name}"
         self.context: int | None = None
         self.width: int | None = None
@@ -200,6 +191,16 @@ class _Check:
             return "a vocabulary that is not compared"
         key = "adapter" if self.teacher.adapter is not None else "model"
         key = "tokenizer" if self.teacher.tokenizer is not None else key
+        if (covered := self.covered) is not None:
+            shares = (
+                f"{covered.share:.1%} of the tokens of prompts and answers, {covered.numeral_share:.1%} of"
+            )
+            found = f"another tokenizer, which shares {shares} those with digits"
+            if covered.share < LEAST_SHARED:
+                expected = f"at least {LEAST_SHARED:.0%} of the tokens"
+                advice = "take a teacher whose tokenizer cuts text more like the student's"
+                self.problems.append(RecipeError(f"{self.path}.{key}", found, expected, advice))
+            return found
         problems = compare_vocabularies(student, tokenizer, self.name, chat=chat, key=key)
         self.problems += problems
         return "another vocabulary" if problems else f"same vocabulary ({len(tokenizer):,} tokens)"
@@ -213,12 +214,29 @@ def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> N
             saved.check_base(base, describe_base(student, teacher))
 
 
-def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
+def coverages(recipe: Recipe, shared: Mapping[str, SharedTokens]) -> dict[str, Coverage]:
+    """Return how much of the texts of prompts and answers teachers with another tokenizer share."""
+    found = dict.fromkeys(shared, Coverage())
+    for prompt in make_stream(recipe.tasks, recipe.seed).take(COVERED if shared else 0):
+        named = shared.keys() & set(recipe.teachers)
+        if len(recipe.teachers) > 1:
+            named &= set(destinations(recipe.route, routed_value(prompt, recipe.route)))
+        answer = "" if prompt.answer is None else str(prompt.answer)
+        for name in named:
+            text = f"{prompt_text(prompt.content)}{answer}"
+            found[name] += shared[name].coverage(shared[name].student.encode(text, add_special_tokens=False))
+    return found
+
+
+def longest_prompts(
+    recipe: Recipe, student: PreTrainedTokenizerBase, shared: Mapping[str, SharedTokens], longest: int
+) -> dict[str, int]:
     """Return the tokens of each teacher's longest prompt including its prefix. `longest` is over all
     prompts."""
-    if len(recipe.teachers) == 1 and all(t.prompt_prefix is None for t in recipe.teachers.values()):
+    plain = not shared and all(teacher.prompt_prefix is None for teacher in recipe.teachers.values())
+    if plain and len(recipe.teachers) == 1:
         return dict.fromkeys(recipe.teachers, longest)
-    lengths, targets = dict.fromkeys(recipe.teachers, 0), products(recipe.teachers)
+    lengths, targets = dict.fromkeys(recipe.teachers, 0), parts_of(recipe.teachers)
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
     seen: set[tuple[str, int]] = set()
     for prompt in stream.take(LOOKED_AT):
@@ -232,7 +250,8 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
         for name in {part for routed in names for part in targets.get(routed, (routed,))}:
             before = before_text(recipe.teachers[name], prompt)
             more = len(student.encode(before, add_special_tokens=False)) if before else 0
-            lengths[name] = max(lengths[name], length + more)
+            own = len(shared[name].encode(prompt).ids) if name in shared else length
+            lengths[name] = max(lengths[name], own + more)
     return lengths
 
 

@@ -7,8 +7,32 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from practicum.errors import RecipeError
+from practicum.models.model_files import must_read, read_tokenizer, require_model_folder, require_tokenizer
+from practicum.recipe.derived import adapter_folder
+from practicum.recipe.schema.teacher_sections import Teacher
 
 _SHOWN = 3
+
+
+def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a teacher, once per process. Errors name `path`.
+
+    Return None for a copy of the student, an adapter without a tokenizer on the student's base, or a server
+    without a tokenizer in the recipe.
+    """
+    if teacher.tokenizer is not None:
+        with must_read(teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"):
+            return read_tokenizer(teacher.tokenizer)
+    folder = None if teacher.adapter is None else adapter_folder(teacher.adapter)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        with must_read(str(folder), f"{path}.adapter", "an adapter with its tokenizer"):
+            return read_tokenizer(str(folder))
+    if teacher.url is not None or teacher.model is None:
+        return None
+    require_model_folder(teacher.model, f"{path}.model")
+    require_tokenizer(teacher.model, f"{path}.model")
+    with must_read(teacher.model, f"{path}.model", "a model with its tokenizer"):
+        return read_tokenizer(teacher.model)
 
 
 def compare_vocabularies(

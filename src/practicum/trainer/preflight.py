@@ -40,6 +40,7 @@ from practicum.sessions.tools.toolbox import Toolbox, require_sandbox
 from practicum.tasks.stream import LeftOut
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.load_teachers import base_spec, probe_servers
+from practicum.teachers.shared_tokens import shared_tokens
 from practicum.teachers.teacher_checks import check_bases, check_teachers, longest_prompts
 from practicum.trainer.check_data import check_data, hidden_tools, tokenizer_problems
 from practicum.trainer.probe_teachers import probe_teachers
@@ -128,10 +129,12 @@ def check_without_models(recipe: Recipe) -> Preflight:
         longest = longest[0], max(longest[1], context - longest[0])
     if recipe.teachers:
         findings += check_routes(recipe)
-        prompts = longest_prompts(recipe, tokenizer, longest[0])
+        shared = shared_tokens(recipe, tokenizer)
+        prompts = longest_prompts(recipe, tokenizer, shared, longest[0])
         findings += check_teachers(
             recipe,
             tokenizer,
+            shared=shared,
             longest=prompts,
             longest_answer=longest[1],
             uses_chat=data.uses_chat,

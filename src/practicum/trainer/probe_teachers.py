@@ -25,6 +25,7 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import make_stream
 from practicum.teachers.load_teachers import load_teachers
 from practicum.teachers.route import before_text, teacher_of
+from practicum.teachers.shared_tokens import shared_tokens
 
 PROMPTS, DRAWN = 8, 128
 """Number of prompts to probe each teacher on, and the number drawn to find them."""
@@ -85,6 +86,8 @@ def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], l
         for name, teacher in recipe.teachers.items()
         if teacher.url is None and teacher.adapter is None and teacher.engine == "torch"
     }
+    for name in shared_tokens(recipe, load_tokenizer(recipe.model)):
+        specs.pop(name, None)  # another tokenizer: `teacher_checks` reports what they share
     if not specs or recipe.on_ray:
         return [], []
     several_turns, vision = recipe.agent.loop != "single_turn", traits_of(model.config.to_dict()).vision

@@ -30,7 +30,7 @@ from practicum.observe.records.read_record import Record, RecordedRow, require_r
 from practicum.observe.records.record_files import FOLDER, RecordPlace
 from practicum.observe.records.recorder import Recorder
 from practicum.recipe.algorithm_traits import estimator_traits
-from practicum.recipe.derived import products
+from practicum.recipe.derived import mixtures, products
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.roles.learner_rank import LearnerRank, set_threads
@@ -266,7 +266,9 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
             make_group({name: teacher}, recipe.distill, recipe.model, recipe.seed, model)
         )
     heads = {name: scorer.scorers[0].head() for name, scorer in scorers.items()}
-    return Teachers(scorers, None, heads, targets=products(recipe.teachers))
+    return Teachers(
+        scorers, None, heads, targets=products(recipe.teachers), mixtures=mixtures(recipe.teachers)
+    )
 
 
 def _run_stages(rank: LearnerRank, plan: Plan, batch: _Batch) -> dict[str, float]:

@@ -222,17 +222,19 @@ class StepSampler:
 
 def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]) -> list[Attempt]:
     """Return the sessions of each prompt, plus a greedy one if the advantage estimator needs a baseline."""
-    rollout = recipe.rollout
+    rollout, distill = recipe.rollout, recipe.distill
+    report = distill.top_k if distill is not None and distill.of_student else 0
     drawn = Sampling(
         max_new_tokens=rollout.max_new_tokens,
         stop=stop,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        report=report,
     )
     attempts = [Attempt(p, i, drawn) for p in prompts for i in range(rollout.samples)]
     if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
-        greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True)
+        greedy = Sampling(max_new_tokens=rollout.max_new_tokens, stop=stop, greedy=True, report=report)
         attempts += [Attempt(p, rollout.samples, greedy, is_baseline=True) for p in prompts]
     return attempts
 

@@ -86,7 +86,10 @@ class StepRunner:
             self.on_rolled(sampled)
         self._check_sampled(sampled)
 
-        prompts = prompts_read(self.recipe.teachers, sampled.batch, sampled.rollout.prompts)
+        distill = self.recipe.distill
+        shared = distill is not None and distill.signal == "shared"
+        known = sampled.rollout.prompts
+        prompts = prompts_read(self.recipe.teachers, sampled.batch, known, whole=shared)
         if any(stage.use for stage in self.plan):
             prompts = {key: sampled.rollout.prompts[key] for key in sampled.batch.keys}
         step = StepInfo(sampled.batch, number, sampled.baselines, prompts)

@@ -62,6 +62,7 @@ def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generat
         tokens=torch.tensor(tokens),
         logprobs=sampled.logprobs_B[:count].float(),
         plain_logprobs=sampled.plain_B[:count].float(),
+        topk_ids=sampled.top_BK[:count] if draft.topk_ids is not None else None,
         finish=finish,
         experts=None if experts is None else experts[: start + count - 1],
     )

@@ -41,6 +41,7 @@ class RunningBatch:
         self._tokens = torch.empty(slots, context, dtype=torch.int64, device=device)
         self._logprobs = torch.empty(slots, context, dtype=torch.float32, device=device)
         self._plain = torch.empty(slots, context, dtype=torch.float32, device=device)
+        self._top: Tensor | None = None
         self._experts: Tensor | None = None
         if routes is not None:
             small = torch.empty(0, dtype=torch.uint8 if routes.experts <= 256 else torch.int16, device=device)
@@ -100,6 +101,14 @@ class RunningBatch:
         self._tokens[place] = sampled.tokens_B
         self._logprobs[place] = sampled.logprobs_B.to(torch.float32)
         self._plain[place] = sampled.plain_B.to(torch.float32)
+        if width := sampled.top_BK.shape[1]:
+            if self._top is None or self._top.shape[2] < width:
+                shape = (*self._tokens.shape, width)
+                grown = lazy_zeros(shape, torch.empty(0, dtype=torch.int32, device=self._tokens.device))
+                if self._top is not None:
+                    grown[..., : self._top.shape[2]] = self._top
+                self._top = grown
+            self._top[(*place, slice(0, width))] = sampled.top_BK.to(torch.int32)
         self.last_B.copy_(sampled.tokens_B)
         self.made_B.add_(1)
         stopped_B = (self._stops[: self.count] == sampled.tokens_B.unsqueeze(1)).any(1)
@@ -117,6 +126,10 @@ class RunningBatch:
             buffer[:, : max(made)][self._out_B[index]].cpu()
             for buffer in (self._tokens, self._logprobs, self._plain)
         )
+        reports = [self.jobs[row].sampling.report for row in rows]
+        top = None
+        if self._top is not None and any(reports):
+            top = self._top[:, : max(made)][self._out_B[index]].cpu().to(torch.int64)
         experts: list[Tensor | None] = [None] * len(rows)
         if self._experts is not None:  # of prompt tokens, then of sampled ones
             decoded = self._experts[:, : max(made)][self._out_B[index]].cpu().to(torch.int64)
@@ -135,6 +148,7 @@ class RunningBatch:
                 version_min=version,
                 version_max=version,
                 experts=experts[i],
+                topk_ids=top[i, :n, : reports[i]].clone() if top is not None and reports[i] else None,
             )
             for i, (n, finish) in enumerate(zip(made, finishes, strict=True))
         ]

@@ -29,12 +29,14 @@ class Draw(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    report: int = 0
 
     @classmethod
     def of(cls, sampling: Sampling) -> Draw:
         if sampling.greedy:
-            return cls(greedy=True)
-        return cls(False, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            return cls(greedy=True, report=sampling.report)
+        cuts = sampling.top_k, sampling.top_p, sampling.min_p
+        return cls(False, sampling.temperature, *cuts, sampling.report)
 
     @property
     def cuts(self) -> bool:
@@ -42,11 +44,15 @@ class Draw(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens, and their logprobs under the sampling distribution and the model's distribution."""
+    """Tokens, and their logprobs under the sampling distribution and the model's distribution.
+
+    `top_BK` are the most likely tokens, as many as are reported.
+    """
 
     tokens_B: Tensor
     logprobs_B: Tensor
     plain_B: Tensor
+    top_BK: Tensor
 
 
 def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
@@ -56,11 +62,12 @@ def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
     those of learner and teachers for the same logits.
     """
     plain_BV = log_distribution(scaled_logits(logits_BV, 1.0))
+    top_BK = plain_BV.topk(min(draw.report, plain_BV.shape[1]), dim=-1).indices
     if draw.greedy:
         tokens_B = logits_BV.argmax(-1)
         _check_finite(plain_BV.amax(-1))
         logprobs_B = _pick(plain_BV, tokens_B)
-        return Sampled(tokens_B, logprobs_B, logprobs_B)
+        return Sampled(tokens_B, logprobs_B, logprobs_B, top_BK)
     tempered_BV = plain_BV
     if draw.temperature != 1.0:
         tempered_BV = log_distribution(scaled_logits(logits_BV, draw.temperature))
@@ -70,7 +77,7 @@ def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
     logprobs_B = _pick(tempered_BV, tokens_B)
     if draw.cuts:
         logprobs_B = logprobs_B - total_B.log()
-    return Sampled(tokens_B, logprobs_B, _pick(plain_BV, tokens_B))
+    return Sampled(tokens_B, logprobs_B, _pick(plain_BV, tokens_B), top_BK)
 
 
 def _pick(logprobs_BV: Tensor, tokens_B: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from practicum.engines.protocol import Generation
 from practicum.engines.torch.confirm import confirm
@@ -105,6 +106,8 @@ class Scheduler:
             if len(parts) > 1:  # restore the order of the rows
                 order = [row for _, alike in groups if isinstance(alike, list) for row in alike]
                 back_B = torch.tensor(order, device=hidden_B.device).argsort()
+                most = max(part.top_BK.shape[1] for part in parts)
+                parts = [x._replace(top_BK=pad(x.top_BK, (0, most - x.top_BK.shape[1]))) for x in parts]
                 sampled = Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
             self.stats.sampled_tokens += rows.count
             outcomes += self._collect(self.memory, sampled)

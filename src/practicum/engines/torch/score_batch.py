@@ -33,20 +33,23 @@ def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> 
     hidden: dict[int, Tensor] = {}
     for group in groups:
         hidden |= zip(group, _hidden(runner, [jobs[i] for i in group]), strict=True)
-    alike: dict[ScoreOptions, list[int]] = {}
+    alike: dict[tuple[ScoreOptions, int], list[int]] = {}
     for i, job in enumerate(jobs):
-        alike.setdefault(job.options, []).append(i)
+        support = job.request.support
+        alike.setdefault((job.options, 0 if support is None else support.shape[1]), []).append(i)
     scores: dict[int, Scores] = {}
-    for options, places in alike.items():
+    for (options, given_width), places in alike.items():
         hidden_N = torch.cat([hidden[i] for i in places])
         target_N = torch.tensor([t for i in places for t in jobs[i].targets], device=runner.device)
-        logprobs, ids, best = _logprobs(runner, hidden_N, target_N, options)
+        given = [x for i in places if (x := jobs[i].request.support) is not None]
+        support_NK = torch.cat(given).to(runner.device) if given else None
+        logprobs, ids, best = _logprobs(runner, hidden_N, target_N, options, support_NK)
         columns = [logprobs, ids, best, *([hidden_N.float().cpu()] if options.hidden else [])]
         lengths = [len(jobs[i].targets) for i in places]
         # Copied, because a view would keep the whole batch in memory.
         parts = ([part.clone() for part in column.split(lengths)] for column in columns)
         for i, (picked, top_ids, top_best, *kept) in zip(places, zip(*parts, strict=True), strict=True):
-            top = (top_ids, top_best) if options.top_k else (None, None)
+            top = (top_ids, top_best) if options.top_k or given_width else (None, None)
             scores[i] = Scores(picked, *top, version, kept[0] if kept else None)
     return [scores[i] for i in range(len(jobs))]
 
@@ -87,25 +90,35 @@ def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:
     return [part for part in parts if part.adapter]
 
 
-def empty_scores(runner: ModelRunner, options: ScoreOptions, version: int) -> Scores:
+def empty_scores(
+    runner: ModelRunner, options: ScoreOptions, version: int, support: Tensor | None = None
+) -> Scores:
     """Return the scores of a sequence without tokens to score."""
-    k = options.top_k
+    k = options.top_k if support is None else support.shape[1]
     top = (torch.empty(0, k, dtype=torch.int64), torch.empty(0, k)) if k else (None, None)
     hidden = torch.empty(0, runner.hidden_size) if options.hidden else None
     return Scores(torch.empty(0), *top, version, hidden)
 
 
 def _logprobs(
-    runner: ModelRunner, hidden_R: Tensor, target_R: Tensor, options: ScoreOptions
+    runner: ModelRunner,
+    hidden_R: Tensor,
+    target_R: Tensor,
+    options: ScoreOptions,
+    support_RK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K], on the CPU."""
+    """Return logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K], on the CPU.
+
+    With a support, ids and logprobs are those of its tokens.
+    """
     logprobs, ids, best = [], [], []
     rows = max(ROWS, LOGITS_AT_ONCE // runner.vocab)
-    for hidden, target in zip(hidden_R.split(rows), target_R.split(rows), strict=True):
+    supports = [None] * -(-len(hidden_R) // rows) if support_RK is None else support_RK.split(rows)
+    for hidden, target, support in zip(hidden_R.split(rows), target_R.split(rows), supports, strict=True):
         logits_RV = runner.logits(hidden)[:, : options.vocab or None]
         all_RV = log_distribution(scaled_logits(logits_RV, options.temperature))
         logprobs.append(all_RV.gather(-1, target.unsqueeze(-1)).squeeze(-1))
-        top = all_RV.topk(options.top_k, dim=-1)
-        ids.append(top.indices)
-        best.append(top.values)
+        top_ids = all_RV.topk(options.top_k, dim=-1).indices if support is None else support
+        ids.append(top_ids)
+        best.append(all_RV.gather(-1, top_ids))
     return torch.cat(logprobs).float().cpu(), torch.cat(ids).cpu(), torch.cat(best).float().cpu()

@@ -149,7 +149,7 @@ class TorchEngine(Engine):
             raise EngineError(f"the engine's model has no adapter {request.adapter}")
         self._check_images(ids[:start], request.images)
         if start == len(ids):
-            return empty_scores(self.runner, options, self.version)
+            return empty_scores(self.runner, options, self.version, request.support)
         return await self.thread.submit(ScoreJob(replace(request, ids=list(ids)), options))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -147,8 +147,9 @@ def _lag(recipe: Recipe, lag: int) -> Iterator[RecipeError]:
         found = f"rollout {with_lag} and a KL in the advantages"
         advice = "the KL needs logprobs of the current student, and the engine's are of older weights"
         yield RecipeError("algorithm.old_logprobs", found, "auto or recompute", advice)
-    if recipe.distils_by_loss and recipe.distill is not None and recipe.distill.signal == "sampled":
-        found = f"sampled {with_lag} and distill.apply_as loss"
+    distill = recipe.distill
+    if recipe.distils_by_loss and distill and not (distill.compares_top or distill.signal == "full"):
+        found = f"sampled tokens {with_lag} and distill.apply_as loss"
         advice = (
             "an estimate from the sampled token is of the weights that sampled it: use top_k or full, "
             f"or distill.apply_as advantage and {_WEIGH}"

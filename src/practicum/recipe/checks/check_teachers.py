@@ -35,6 +35,8 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
         yield from _teacher(f"teachers.{name}", teacher)
     yield from _duplicates(teachers)
     yield from _targets(teachers, distill)
+    for name in teachers:
+        yield from _mixture(name, recipe)
 
 
 def _answering(recipe: Recipe) -> Iterator[RecipeError]:
@@ -91,8 +93,8 @@ def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[
     for name, teacher in teachers.items():
         path, target = f"teachers.{name}.target", teacher.target
         if target is None:
-            continue
-        if unknown := [other for other in target if other not in teachers]:
+            pass
+        elif unknown := [other for other in target if other not in teachers]:
             expected = f"exponents of {', '.join(teachers)}"
             yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
         elif abs(math.fsum(target.values()) - 1) > 1e-6:
@@ -105,3 +107,29 @@ def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[
         advice = "a product of top-k distributions has no exact tail: set distill.signal: full"
         found = f"{distill.signal} with teachers.{names[0]}.target"
         yield RecipeError("distill.signal", found, "full", advice)
+
+
+def _mixture(name: str, recipe: Recipe) -> Iterator[RecipeError]:
+    teachers, distill = recipe.teachers, recipe.distill
+    path, mixture = f"teachers.{name}.mixture", teachers[name].mixture
+    if mixture is None:
+        return
+    if unknown := [other for other in mixture if other not in teachers]:
+        expected = f"weights of {', '.join(teachers)}"
+        yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
+    elif abs(math.fsum(mixture.values()) - 1) > 1e-6 or min(mixture.values()) < 0:
+        found = ", ".join(f"{weight:g}" for weight in mixture.values())
+        yield RecipeError(path, found, "weights from 0 up whose sum is 1")
+    elif teachers[name].target is not None:
+        advice = "a teacher teaches a product or a mixture: remove one of them"
+        yield RecipeError(path, "a mixture beside a target", "one of the two", advice)
+    elif recipe.on_ray and any(teachers[other].scores_during_rollout for other in (name, *mixture)):
+        found = "teachers in separate processes or on servers with runtime.kind ray"
+        yield RecipeError(path, found, "colocated teachers", "remove placement and url")
+    elif len({teachers[other].scores_during_rollout for other in (name, *mixture)}) > 1:
+        found = "teachers that score during the rollout beside colocated ones"
+        yield RecipeError(path, found, "teachers of one placement")
+    if distill is not None and distill.signal not in ("student_top_k", "sampled"):
+        found = f"{distill.signal} with {path}"
+        advice = "teachers are mixed at tokens that all of them score: set distill.signal: student_top_k"
+        yield RecipeError("distill.signal", found, "student_top_k or sampled", advice)

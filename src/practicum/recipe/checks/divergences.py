@@ -11,6 +11,7 @@ from practicum.recipe.schema.recipe import Recipe
 AS_REWARD = ("k1", "k2", "k3")
 """Divergences whose negative value can be a token's advantage or reward."""
 
+_SHARED_BY_LOSS = "tokens that both do not have are left out of a loss: use apply_as loss, with k1_straight"
 _PLAIN = {"k1_straight": "k1", "k3_straight": "k3"}
 
 
@@ -42,6 +43,7 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
         found = f"{compared:g} with rollout.temperature {sampled:g} and apply_as {distill.apply_as}"
         advice = "an advantage or reward must be of the sampling policy: remove it, or set apply_as: loss"
         yield RecipeError("distill.temperature", found, "unset, or rollout.temperature", advice)
+    yield from _support(recipe)
     remote = next((name for name, teacher in recipe.teachers.items() if teacher.url is not None), None)
     if remote is not None and distill.signal == "full":
         advice = "a server returns no hidden states: set distill.signal to top_k or sampled"
@@ -51,6 +53,33 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
         path = "distill.temperature" if distill.temperature is not None else "rollout.temperature"
         found, advice = f"{compared:g} with the URL of {remote}", f"a server scores at 1: set {key}: 1.0"
         yield RecipeError(path, found, "a comparison at temperature 1", advice)
+
+
+def _support(recipe: Recipe) -> Iterator[RecipeError]:
+    """Yield what can't be had of comparisons at the student's most likely tokens."""
+    distill = recipe.distill
+    assert distill is not None
+    found, sampled = f"{distill.signal}, {distill.divergence}", "sampled"
+    if distill.signal == "shared":
+        sampled = "shared with divergence k1_straight"
+        if recipe.agent.loop != "single_turn":
+            advice = "tools and templates insert tokens that another tokenizer can't be given"
+            yield RecipeError(
+                "distill.signal", f"shared with agent.loop {recipe.agent.loop}", "single_turn", advice
+            )
+        if recipe.route.balanced_by == "sigma":
+            advice = "its spread is over all sampled tokens: set another route.balance"
+            yield RecipeError("route.balance", "sigma with distill.signal shared", "another balance", advice)
+    if not distill.of_student:
+        return
+    if not recipe.rollout.engine_traits.given_tokens:
+        advice = f"rollout.engine {recipe.rollout.engine} does not report its most likely tokens: use torch"
+        yield RecipeError("distill.signal", found, f"top_k or {sampled}", advice)
+    for name, teacher in recipe.teachers.items():
+        if teacher.url is not None or not teacher.engine_traits.given_tokens:
+            where = "a server" if teacher.url is not None else f"engine {teacher.engine}"
+            advice = f"teacher {name} is on {where}, which can't score given tokens: compare sampled ones"
+            yield RecipeError("distill.signal", found, sampled, advice)
 
 
 def why_unfit(divergence: str, signal: str, through: str) -> str | None:
@@ -68,10 +97,10 @@ def why_unfit(divergence: str, signal: str, through: str) -> str | None:
             return f"{divergence} differs from {plain} only in its unused gradient: use {plain}{also}"
         if divergence in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {*AS_REWARD}:
             return (
-                f"apply_as {through} needs an estimate of the reverse KL at each sampled token: "
-                "use k1, k2 or k3 with signal sampled"
+                f"apply_as {through} needs an estimate of the reverse KL at each sampled token, not "
+                f"{divergence}: use k1, k2 or k3 with signal sampled"
             )
-        return None if signal == "sampled" else of_one
+        return None if signal == "sampled" else of_one if signal != "shared" else _SHARED_BY_LOSS
     if divergence in ON_TOP_K and signal != "top_k":
         also = "signal full needs no correction: use reverse_kl" if signal == "full" else "use signal top_k"
         return f"{divergence} corrects the bias of a top-k: {also}"
@@ -81,14 +110,14 @@ def why_unfit(divergence: str, signal: str, through: str) -> str | None:
             f"{divergence} compares distributions, and signal sampled has the logprob of one token: "
             f"use signal top_k or full{also if divergence == 'reverse_kl' else ''}"
         )
-    if divergence in ON_SAMPLED and signal != "sampled":
+    if divergence in ON_SAMPLED and signal not in ("sampled", "shared"):
         return f"{of_one}, or divergence reverse_kl, forward_kl or jsd"
     return None
 
 
 def why_dead(divergence: str, signal: str, through: str) -> str | None:
     """Return why this combination's gradient can't depend on the teacher, or None if it can."""
-    if (divergence, signal, through) != ("k1", "sampled", "loss"):
+    if divergence != "k1" or signal not in ("sampled", "shared") or through != "loss":
         return None
     return f"{why_k1_is_dead('teacher')}; use k1_straight, or k1 with apply_as advantage"
 

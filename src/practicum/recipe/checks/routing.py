@@ -80,8 +80,9 @@ def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
 
 
 def in_targets(teachers: Mapping[str, Teacher]) -> set[str]:
-    """Return the teachers that are part of another one's target, and so need no prompts."""
-    return {part for name, teacher in teachers.items() for part in teacher.target or () if part != name}
+    """Return the teachers that are part of another one's target or mixture, and so need no prompts."""
+    parts = ((name, {**(t.target or {}), **(t.mixture or {})}) for name, t in teachers.items())
+    return {part for name, used in parts for part in used if part != name}
 
 
 def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]) -> Iterator[RecipeError]:

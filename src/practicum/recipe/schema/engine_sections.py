@@ -25,6 +25,8 @@ class EngineTraits:
     """It reports the experts that each token took."""
     hidden_states: bool = False
     """It returns last hidden states, which distill.signal full needs."""
+    given_tokens: bool = False
+    """It reports its most likely tokens as it samples, and scores given ones."""
     serves_versions: bool = False
     """One engine can sample with the weights of all unfinished steps. Others need one engine per step."""
     shares_process: bool = False
@@ -41,6 +43,7 @@ ENGINES = {
         vision=True,
         reports_experts=True,
         hidden_states=True,
+        given_tokens=True,
         scores_student_adapter=True,
     ),
     "vllm": EngineTraits(serves_versions=True, shares_process=True, chooses_device=True),

@@ -119,6 +119,11 @@ class Teacher(FrozenModel, EngineChoice):
         "Target distribution as a normalised product of teachers' distributions with these exponents, such "
         "as {math: 1.25, base: -0.25}. Needs distill.signal full. Default: the teacher's distribution.",
     )
+    mixture: dict[str, float] | None = key(
+        None,
+        "Weights of teachers in the mixture of distributions that it teaches, such as {math: 0.7, code: 0.3} "
+        "for the teacher math; with distill.signal student_top_k or sampled. Unset: itself.",
+    )
     tokenizer: str | None = key(
         None, "Tokenizer. Default: the model's. With url, it is needed to compare vocabularies.", _LOADED
     )
@@ -168,6 +173,13 @@ _JSD = read_if(
 )
 
 
+_TOP_K = read_if(
+    lambda recipe: recipe.distill.signal not in ("sampled", "full"),
+    "with distill.signal {0.distill.signal}",
+    "remove it, or set distill.signal to top_k",
+)
+
+
 class Distill(Section):
     """Distillation from the teachers."""
 
@@ -176,12 +188,13 @@ class Distill(Section):
         "forward_kl, reverse_kl or jsd (signals top_k and full); unbiased_reverse_kl (top_k); k1, k2, k3, "
         "k1_straight, k3_straight, abs or mse (sampled); or a custom divergence.",
     )
-    signal: Literal["sampled", "top_k", "full"] = key(
+    signal: Literal["sampled", "top_k", "student_top_k", "shared", "full"] = key(
         "top_k",
-        "Teacher scores: logprobs of the sampled tokens, the top-k with the tail's mass, or the full "
-        "distribution (from the last hidden states; not with url).",
+        "Tokens at which teachers are compared: the sampled one, the teacher's top-k and their tail, the "
+        "student's top-k when it sampled and their tail, those of them that a teacher with another tokenizer "
+        "has too (shared), or the full vocabulary (from the last hidden states; not with url).",
     )
-    top_k: int = key(32, "Size of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
+    top_k: int = key(32, "Size of the top-k.", _TOP_K, ge=1)
     beta: float = key(
         0.5,
         "Teacher's weight in jsd's mixture. It approaches forward KL near 0 and reverse KL near 1.",
@@ -198,6 +211,18 @@ class Distill(Section):
     temperature: float | None = key(
         None, "Temperature at which student and teacher are compared. Default: the rollout's.", gt=0
     )
+
+    @property
+    def of_student(self) -> bool:
+        """True if teachers score the tokens that were the student's most likely ones when it sampled."""
+        return self.signal == "student_top_k" or (
+            self.signal == "shared" and self.divergence not in ON_SAMPLED
+        )
+
+    @property
+    def compares_top(self) -> bool:
+        """True if the teachers' scores of several tokens for each position are written."""
+        return self.signal == "top_k" or self.of_student
 
 
 _JUDGE = read_with(".kind", "judge")

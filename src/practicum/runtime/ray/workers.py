@@ -56,6 +56,7 @@ from practicum.teachers.load_teachers import (
     make_group,
     signal_width,
 )
+from practicum.teachers.shared_tokens import shared_tokens
 
 _LATER_S = 5.0
 """Seconds after a model's own deadline."""
@@ -230,6 +231,7 @@ class TeacherWorker(Worker):
             tokenizer,
             temperature=recipe.compare_temperature,
             vocab=vocab,
+            shared=shared_tokens(recipe, tokenizer),
             recorder=self.recorder,
         )
         if manifest is not None:

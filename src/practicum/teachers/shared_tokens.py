@@ -1,0 +1,231 @@
+"""Tokens that a student and a teacher with another tokenizer have in common.
+
+Texts are aligned by their bytes. A position is strict if one token of the student covers the same bytes as
+one token of the teacher. There the student's most likely tokens are compared, as far as the teacher has them:
+tokens of equal bytes, special tokens left out. At all other positions the teacher says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+from practicum.dataplane.fields import NO_MATCH, SAME_TOKENS, SHARED_TOKEN
+from practicum.engines.protocol import ScoreRequest, Scores
+from practicum.errors import RecipeError
+from practicum.recipe.schema.recipe import Recipe
+from practicum.sessions.chat import make_encoder
+from practicum.tasks.prompts import Encoder, Prompt
+from practicum.teachers.vocabulary import compare_vocabularies, load_teacher_tokenizer
+
+ANCHOR = "\n"
+"""Text before an answer when it is tokenised: some tokenizers treat the start of a text in another way."""
+_SPACE = "\u2581"
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """Return the bytes that each token stands for; special tokens stand for none.
+
+    Byte-level vocabularies, those of sentencepiece and plain text are known; others are a RecipeError.
+    """
+    backend = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    if "WordPiece" in decoder or "BPEDecoder" in decoder:
+        expected = "a byte-level or sentencepiece tokenizer, or one of plain text"
+        raise RecipeError("distill.signal", "shared with a tokenizer of word pieces", expected)
+    special, added = special_texts(tokenizer), {token.content for token in _added(tokenizer)}
+    found = [b""] * len(tokenizer)
+    for token, number in tokenizer.get_vocab().items():
+        if token in special or number >= len(found):
+            continue
+        if token in added:
+            found[number] = token.encode()
+        elif "ByteLevel" in decoder:
+            found[number] = bytes(_BYTES.get(c, 0) for c in token) if _BYTES.keys() >= set(token) else b""
+        elif "ByteFallback" in decoder and len(token) == 6 and token.startswith("<0x"):
+            found[number] = bytes([int(token[3:5], 16)])
+        else:
+            found[number] = (token.replace(_SPACE, " ") if _SPACE in decoder else token).encode()
+    return found
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the texts of special tokens."""
+    return {*tokenizer.all_special_tokens, *(token.content for token in _added(tokenizer) if token.special)}
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
+    return list(tokenizer.added_tokens_decoder.values())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the byte of each letter of byte-level vocabularies, which write other bytes from U+0100 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """An answer as the teacher's tokens, and the pairs of places (student's, teacher's) that are strict."""
+
+    ids: list[int]
+    pairs: Tensor
+    """[n, 2]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Counts of a text's tokens: of all of them and of those with a digit, how many are strict."""
+
+    tokens: int = 0
+    strict: int = 0
+    numerals: int = 0
+    strict_numerals: int = 0
+
+    def __add__(self, other: Coverage) -> Coverage:
+        mine, theirs = ((c.tokens, c.strict, c.numerals, c.strict_numerals) for c in (self, other))
+        return Coverage(*map(sum, zip(mine, theirs, strict=True)))
+
+    @property
+    def share(self) -> float:
+        return self.strict / max(1, self.tokens)
+
+    @property
+    def numeral_share(self) -> float:
+        return self.strict_numerals / self.numerals if self.numerals else 1.0
+
+
+class SharedTokens:
+    """A student's tokens in the words of a teacher. `encode` encodes prompts as the teacher reads them."""
+
+    def __init__(self, student: PreTrainedTokenizerBase, encode: Encoder) -> None:
+        self.student, self.encode, self.teacher = student, encode, encode.tokenizer
+        self._own, self._theirs = token_bytes(student), token_bytes(self.teacher)
+        self._special = special_texts(self.teacher)
+        vocabulary = self.teacher.get_vocab()
+        by_bytes: dict[bytes, int] = {}
+        # Of tokens with equal bytes the lowest, and a token rather than the byte that a fallback writes.
+        for _, number in sorted(vocabulary.items(), key=lambda x: (not x[0].startswith("<0x"), -x[1])):
+            if number < len(self._theirs) and (theirs := self._theirs[number]):
+                by_bytes[theirs] = number
+        self.to_teacher = torch.tensor([by_bytes.get(own, -1) if own else -1 for own in self._own])
+        """The teacher's token of each of the student's, -1 where it has none."""
+
+    @cached_property
+    def same(self) -> bool:
+        """True if both have the same tokens, so that scores are exchanged by token id."""
+        chat = any(task.chat for task in self.encode.tasks.values())
+        return not compare_vocabularies(self.student, self.teacher, "", chat=chat)
+
+    def align(self, response: Sequence[int]) -> Alignment:
+        """Return the alignment of an answer, up to a special token or a character that is cut."""
+        own = [self._own[i] for i in response]
+        until = next((i for i, part in enumerate(own) if not part), len(own))
+        text = _valid(b"".join(own[:until]))
+        specials = [text.find(special) for special in self._special if special in text]
+        text = text[: min(specials, default=len(text))]
+        ids = self._tokenise(text)
+        theirs = [self._theirs[i] for i in ids]
+        spans = {span: place for place, span in enumerate(_spans(theirs))}
+        shift = sum(map(len, theirs)) - len(text.encode())
+        if b"".join(theirs)[shift:] != text.encode():  # a tokenizer that changes the text
+            return Alignment(ids, torch.empty(0, 2, dtype=torch.int64))
+        mine = [(start + shift, end + shift) for start, end in _spans(own[:until])]
+        pairs = [(place, spans[span]) for place, span in enumerate(mine) if span in spans]
+        return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2))
+
+    def coverage(self, response: Sequence[int]) -> Coverage:
+        """Count the tokens of an answer but special ones."""
+        strict = set(self.align(response).pairs[:, 0].tolist())
+        texts = [place for place, token in enumerate(response) if self._own[token]]
+        numerals = [place for place in texts if any(48 <= byte < 58 for byte in self._own[response[place]])]
+        return Coverage(len(texts), len(strict), len(numerals), sum(place in strict for place in numerals))
+
+    def _tokenise(self, text: str) -> list[int]:
+        """Return the teacher's tokens of a text that follows other text."""
+
+        def ids_of(part: str) -> list[int]:
+            return [int(i) for i in self.teacher(part, add_special_tokens=False)["input_ids"]]
+
+        ids, anchor = ids_of(ANCHOR + text), ids_of(ANCHOR)
+        return ids[len(anchor) :] if text and ids[: len(anchor)] == anchor else ids_of(text) if text else []
+
+    def request(
+        self, prompt: Prompt, before: str, response: Sequence[int], top_RK: Tensor | None, name: str
+    ) -> tuple[ScoreRequest, Alignment]:
+        """Return what the teacher is asked about an answer; `top_RK` are the student's most likely tokens."""
+        found = self.align(response)
+        asked = (
+            [int(i) for i in self.teacher(before, add_special_tokens=False)["input_ids"]] if before else []
+        )
+        asked += self.encode(prompt).ids
+        support = None
+        if top_RK is not None:
+            support = torch.zeros(len(found.ids), top_RK.shape[1], dtype=torch.int64)
+            support[found.pairs[:, 1]] = self.to_teacher[top_RK[found.pairs[:, 0]]].clamp_min(0)
+        return ScoreRequest([*asked, *found.ids], len(asked), name, support=support), found
+
+    def scores(self, found: Alignment, scores: Scores, length: int, top_RK: Tensor | None) -> Scores:
+        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none."""
+        mine, theirs = found.pairs.unbind(1)
+        logprobs_R = torch.zeros(length)
+        logprobs_R[mine] = scores.logprobs[theirs]
+        ids_RK = best_RK = None
+        if top_RK is not None:
+            assert scores.topk_logprobs is not None
+            ids_RK, best_RK = torch.full_like(top_RK, -1), torch.zeros(top_RK.shape)
+            shared = self.to_teacher[top_RK[mine]] >= 0
+            ids_RK[mine] = top_RK[mine].masked_fill(~shared, -1)
+            best_RK[mine] = scores.topk_logprobs[theirs].masked_fill(~shared, 0.0)
+        return Scores(logprobs_R, ids_RK, best_RK, scores.version)
+
+
+def match_of(found: Alignment | None, length: int) -> Tensor:
+    """Return the field teacher_match of a row; without an alignment vocabularies are the same."""
+    if found is None:
+        return torch.full((length,), SAME_TOKENS)
+    match_R = torch.full((length,), NO_MATCH)
+    match_R[found.pairs[:, 0]] = SHARED_TOKEN
+    return match_R
+
+
+def shared_tokens(recipe: Recipe, student: PreTrainedTokenizerBase) -> dict[str, SharedTokens]:
+    """Return the shared tokens of each teacher with another tokenizer; none if the recipe compares by id."""
+    if recipe.distill is None or recipe.distill.signal != "shared":
+        return {}
+    found = {}
+    for name, teacher in recipe.teachers.items():
+        tokenizer = load_teacher_tokenizer(teacher, f"teachers.{name}")
+        if tokenizer is None:
+            continue
+        shared = SharedTokens(student, make_encoder(recipe, tokenizer))
+        if shared.encode.processor is not None:
+            what, expected = "shared with a student that sees pictures", "top_k, sampled or full"
+            raise RecipeError("distill.signal", what, expected)
+        if not shared.same:
+            found[name] = shared
+    return found
+
+
+def _spans(parts: Sequence[bytes]) -> list[tuple[int, int]]:
+    ends = list(accumulate(map(len, parts)))
+    return list(zip([0, *ends[:-1]], ends, strict=True)) if parts else []
+
+
+def _valid(text: bytes) -> str:
+    """Return the longest beginning that is UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        return text[: error.start].decode()

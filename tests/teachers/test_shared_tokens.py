@@ -1,0 +1,185 @@
+"""Tokens that two tokenizers share, with tokenizers that are trained here."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from practicum.engines.protocol import Scores
+from practicum.errors import RecipeError
+from practicum.models.tokenizer import make_tokenizer
+from practicum.recipe.schema.recipe import Task
+from practicum.tasks.prompts import Encoder, Prompt
+from practicum.teachers.shared_tokens import SharedTokens, token_bytes
+
+TEXTS = [
+    "the cat sat on the mat and counted 12 mice, 345 birds and 6789 fish",
+    "2 + 17 = 19, and 100 - 58 = 42; so the sum is 61",
+    "naïve café – größer als 3,14 ≈ π, 東京 and 🙂",
+    "a list: one two three four five six seven eight nine ten eleven twelve",
+] * 3
+KINDS = ("bytes", "small bytes", "digits", "unigram", "bos", "letters")
+
+
+@cache
+def trained(kind: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that is trained on TEXTS, or the one of letters."""
+    if kind == "letters":
+        return make_tokenizer()
+    special, options = ["<s>", "</s>"], {"show_progress": False}
+    if kind == "unigram":
+        core = Tokenizer(models.Unigram())
+        core.normalizer = normalizers.Sequence([])
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        core.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="always"), decoders.Fuse()])
+        letters = sorted({c for text in TEXTS for c in text if c != " "})
+        options |= {"unk_token": "<unk>", "initial_alphabet": letters}
+        special = ["<unk>", *special]
+        trainer: Any = trainers.UnigramTrainer(vocab_size=160, special_tokens=special, **options)
+    else:
+        core = Tokenizer(models.BPE())
+        parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (kind == "digits")
+        core.pre_tokenizer = pre_tokenizers.Sequence(
+            [*parts, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        core.decoder = decoders.ByteLevel()
+        alphabet, size = pre_tokenizers.ByteLevel.alphabet(), {"small bytes": 290, "bos": 400}.get(kind, 360)
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, **options
+        )
+    core.train_from_iterator(TEXTS, trainer)
+    if kind == "bos":
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+@cache
+def shared(student: str, teacher: str) -> SharedTokens:
+    tasks = {"a": Task(kind="copy")}
+    return SharedTokens(trained(student), Encoder(tasks, trained(teacher)))
+
+
+def ids_of(kind: str, text: str) -> list[int]:
+    return trained(kind).encode(text, add_special_tokens=False)
+
+
+texts = st.one_of(
+    st.text(alphabet="the cat 0123456789+=,.é東🙂", max_size=40),
+    st.lists(st.sampled_from(" ".join(TEXTS).split()), max_size=12).map(" ".join),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=texts, student=st.sampled_from(KINDS), teacher=st.sampled_from(KINDS))
+def test_strict_positions_cover_the_same_bytes_and_no_others_do(
+    text: str, student: str, teacher: str
+) -> None:
+    both = shared(student, teacher)
+    ids = [i for i in ids_of(student, text) if token_bytes(trained(student))[i]]
+    found = both.align(ids)
+    own, theirs = (token_bytes(trained(kind)) for kind in (student, teacher))
+    before_own = [b"".join(own[i] for i in ids[:n]) for n in range(len(ids) + 1)]
+    before_theirs = [b"".join(theirs[i] for i in found.ids[:n]) for n in range(len(found.ids) + 1)]
+    extra = len(before_theirs[-1]) - len(before_own[-1])  # a space that a teacher puts before a text
+    strict = {tuple(pair) for pair in found.pairs.tolist()}
+    for mine, theirs_place in strict:
+        assert own[ids[mine]] == theirs[found.ids[theirs_place]]
+        assert len(before_own[mine]) + extra == len(before_theirs[theirs_place])
+    if extra in (0, 1) and before_theirs[-1][extra:] == before_own[-1]:
+        expected = {
+            (i, j)
+            for i in range(len(ids))
+            for j in range(len(found.ids))
+            if before_own[i] == before_theirs[j][extra:] * (len(before_theirs[j]) >= extra)
+            and before_own[i + 1] == before_theirs[j + 1][extra:]
+            and own[ids[i]] == theirs[found.ids[j]]
+        }
+        assert strict == expected
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=texts, kind=st.sampled_from(KINDS))
+def test_a_tokenizer_shares_all_tokens_with_itself(text: str, kind: str) -> None:
+    both, ids = shared(kind, kind), ids_of(kind, text)
+    assert both.same
+    known = [i for i in ids if token_bytes(trained(kind))[i]]
+    assert torch.equal(both.to_teacher[known], torch.tensor(known, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("student", KINDS)
+@pytest.mark.parametrize("teacher", KINDS)
+def test_shared_tokens_have_equal_bytes_and_are_not_special(student: str, teacher: str) -> None:
+    both = shared(student, teacher)
+    own, theirs = (token_bytes(trained(kind)) for kind in (student, teacher))
+    for mine, number in enumerate(both.to_teacher.tolist()):
+        if number >= 0:
+            assert own[mine] == theirs[number]
+            assert mine not in trained(student).all_special_ids
+            assert number not in trained(teacher).all_special_ids
+    assert any(both.to_teacher >= 0)
+
+
+def test_tokens_that_split_a_character_are_aligned_by_their_bytes() -> None:
+    ids = ids_of("small bytes", "é東🙂")
+    assert len(ids) > 3
+    cut = shared("small bytes", "bytes").align(ids[:-1])  # the last character is not whole
+    assert len(cut.pairs)
+    assert int(cut.pairs[:, 0].max()) < len(ids) - 2
+
+
+def test_digits_that_one_side_joins_are_not_compared_and_are_counted() -> None:
+    both = shared("digits", "bytes")
+    covered = both.coverage(ids_of("digits", "345 birds and 6789 fish"))
+    assert covered.numerals == 7
+    assert covered.strict_numerals < covered.numerals
+    assert covered.strict > 0
+
+
+def test_what_follows_a_special_token_or_is_changed_text_is_not_compared() -> None:
+    both = shared("bytes", "unigram")
+    ids = [*ids_of("bytes", "the cat"), trained("bytes").eos_token_id, *ids_of("bytes", "the cat")]
+    whole = both.align(ids_of("bytes", "the cat"))
+    assert torch.equal(both.align(ids).pairs, whole.pairs)  # pyright: ignore[reportArgumentType]
+    assert len(both.align(ids_of("bytes", "a </s> b")).pairs) <= 2
+
+
+def test_a_teacher_reads_its_own_prompt_and_is_asked_for_the_student_s_tokens() -> None:
+    both = shared("bytes", "bos")
+    prompt = Prompt(0, "a", "a", "the cat", None, {}, 0, 0)
+    answer = ids_of("bytes", " sat on the mat")
+    top_RK = torch.arange(len(answer) * 4).reshape(-1, 4) % 300
+    row, found = both.request(prompt, "", answer, top_RK, "a row")
+    assert row.ids[0] == trained("bos").bos_token_id
+    assert row.ids[row.start :] == found.ids
+    assert row.support is not None
+    scored = Scores(torch.rand(len(found.ids)), row.support, torch.rand(row.support.shape), 1)
+    back = both.scores(found, scored, len(answer), top_RK)
+    assert back.topk_ids is not None
+    assert back.topk_logprobs is not None
+    strict = dict(found.pairs.tolist())
+    assert strict
+    for place in range(len(answer)):
+        for k, token in enumerate(top_RK[place].tolist()):
+            known = place in strict and int(both.to_teacher[token]) >= 0
+            assert int(back.topk_ids[place, k]) == (token if known else -1)
+            if known:
+                assert back.topk_logprobs[place, k] == scored.topk_logprobs[strict[place], k]  # pyright: ignore
+    assert (back.logprobs != 0).sum() == len(strict)
+
+
+def test_word_pieces_are_refused(tmp_path: Path) -> None:
+    core = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    core.decoder = decoders.WordPiece()
+    with pytest.raises(RecipeError) as caught:
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]"))
+    assert caught.value.path == "distill.signal"
