@@ -1,12 +1,13 @@
-"""Try every family of `families.py` as a user would, and write the table of docs/models.md.
+"""Try every family of `families.py` as a user would, and write the table of docs/models.md and its sum in the README.
 
-python -m tests.models.coverage               # all families, and write the page
+python -m tests.models.coverage               # all families, and write both pages
 python -m tests.models.coverage llama mamba2  # these alone, printed
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import tempfile
 import traceback
@@ -28,7 +29,7 @@ from practicum.recipe.schema.recipe import Model
 from tests.engines.engines import plain_logprobs, sampling
 from tests.models.families import ATTENTION, FAMILIES, MOE, REFUSED, STATE, tiny_family
 
-PAGE = Path(__file__).parents[2] / "docs/models.md"
+PAGE, README = (Path(__file__).parents[2] / name for name in ("docs/models.md", "README.md"))
 VISION = "qwen2_5_vl"
 RECIPE: dict[str, Any] = {
     "seed": 3,
@@ -48,7 +49,7 @@ class Family:
 
     def __init__(self, name: str, folder: Path, teacher: Path) -> None:
         self.name, self.folder, self.other = name, folder / name, teacher
-        self.gap = 0.0
+        self.gap, self.bits = 0.0, "–"
         self.sees = name == VISION
         self.trained = self.folder if name in REFUSED else self.folder / "grpo" / "export"
         if self.sees:
@@ -88,6 +89,7 @@ class Family:
     def scores(self) -> None:
         ids = [5, 9, 7, 11, 6, 4, 8, 12]
         model, engine = self.engine()
+        self.bits = "same bits" if engine.runner.invariant else "confirmed"
         try:
             scored = asyncio.run(engine.score(ScoreRequest(ids, 3))).logprobs
         finally:
@@ -150,17 +152,18 @@ def tried(attempt: Callable[[], Any]) -> str:
     return "yes"
 
 
-def cover(name: str, folder: Path, other: Path) -> tuple[list[str], float]:
-    """Return the cells of one family, and the largest gap of engine and learner."""
+def cover(name: str, folder: Path, other: Path) -> tuple[list[str], list[str]]:
+    """Return the cells of one family, and those that the machine decides: batches and gap."""
     family = Family(name, folder, other)
     attempts = (
         family.grpo, family.distilled_into, family.teacher, family.lora, family.scores, family.cached_turns,
         family.export,
     )  # fmt: skip
     if name not in REFUSED:
-        return [tried(attempt) for attempt in attempts], family.gap
+        cells = [tried(attempt) for attempt in attempts]
+        return cells, [family.bits, f"{family.gap:.0e}" if family.gap else "0"]
     # What trains and what teaches must both be refused.
-    return [tried(attempt)[:3].rstrip(":") for attempt in attempts[:4]] + ["no"] * 3, 0.0
+    return [tried(attempt)[:3].rstrip(":") for attempt in attempts[:4]] + ["no"] * 3, ["–", "–"]
 
 
 def layers_of(name: str) -> str:
@@ -176,8 +179,8 @@ def row(name: str) -> list[str]:
     """Return the cells of a family's line of the table."""
     with tempfile.TemporaryDirectory() as temporary:
         save("llama", other := Path(temporary) / "other")
-        cells, gap = cover(name, Path(temporary), other)
-    return [name, layers_of(name), *cells, "–" if name in REFUSED else f"{gap:.0e}" if gap else "0"]
+        cells, measured = cover(name, Path(temporary), other)
+    return [name, layers_of(name), *cells, *measured]
 
 
 def main(names: list[str]) -> None:
@@ -189,14 +192,15 @@ def main(names: list[str]) -> None:
         return
     before, _, rest = PAGE.read_text().partition("<!-- begin -->\n")
     _, _, after = rest.partition("<!-- end -->")
-    good = sum(all(cell == "yes" for cell in cells[2:-1]) for cells in rows)
+    good = sum(all(cell == "yes" for cell in cells[2:-2]) for cells in rows)
     lines = [
         f"{good} of {len(rows)} families pass every try, with transformers {transformers.__version__}.\n",
-        f"| family | layers | {' | '.join(COLUMNS)} | largest gap |",
-        f"|{'---|' * (len(COLUMNS) + 3)}",
+        f"| family | layers | {' | '.join(COLUMNS)} | batches | largest gap |",
+        f"|{'---|' * (len(COLUMNS) + 4)}",
         *(f"| {' | '.join(cells)} |" for cells in rows),
     ]
     PAGE.write_text("\n".join([f"{before}<!-- begin -->", *lines, f"<!-- end -->{after}"]))
+    README.write_text(re.sub(r"\d+ of \d+ families", f"{good} of {len(rows)} families", README.read_text()))
 
 
 if __name__ == "__main__":
