@@ -5,4 +5,4 @@ from __future__ import annotations
 from benchmarks import grpo_step
 
 if __name__ == "__main__":
-    grpo_step.race("hybrid_step", {1: 4}, hybrid=True)
+    grpo_step.race("hybrid_step", {1: 3}, hybrid=True)
