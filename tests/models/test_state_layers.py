@@ -152,8 +152,9 @@ def test_rows_of_several_adapters_are_scored_as_by_each_alone(tmp_path: Path):
     assert not torch.allclose(together[0].logprobs, base, atol=1e-2)
 
 
-def test_samples_do_not_depend_on_their_batch():
-    model = model_of("qwen3_next")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "lfm2", "mamba"])
+def test_samples_do_not_depend_on_their_batch(name: str):
+    model = model_of(name)
     requests = [(IDS[i : i + 3 + i].tolist(), sampling(20), Counter(0, i)) for i in range(5)]
     with engine_of(model) as engine:
         together = generate(engine, requests)
