@@ -10,103 +10,38 @@ So a turn is a function of weights, tokens before it and its counter, whatever t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from practicum.engines.protocol import Finish, Generation
-from practicum.engines.torch.kv_memory import ExtendLayout, Extension, KvMemory, PrefillLayout, PromptKv
+from practicum.engines.torch.kv_memory import ExtendLayout, Extension, KvMemory, PrefillLayout
 from practicum.engines.torch.model_runner import ModelRunner, StepInputs, pack, sample_hidden
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import GenerateJob
 from practicum.engines.torch.sampler import Sampled, skip_ahead, uniforms
 from practicum.models.attention import Layout
 from practicum.models.load_model import context_length
-from practicum.recipe.derived import traits_of
 
 FIRST, MOST, DRAWN = 64, 1024, 64
 """Tokens of the first block and of the longest ones, and those of a block that are drawn at once."""
-TOGETHER = 16
-"""Sequences whose first blocks are computed in one call, where that does not show in their bits."""
 
 _NO_LIMIT = 2**40
 """Of a sequence's memory: how it grows depends on where a block is, not on how long the sequence is."""
-_FirstBlock = tuple[Tensor, Tensor | None, PromptKv]
-"""Last hidden states [N, H] of a block, its experts if there are any, and its keys, values and states."""
 
 
-def confirm(
-    runner: ModelRunner, drafts: Sequence[tuple[GenerateJob, Generation]], *, together: bool
-) -> Iterator[Generation | None]:
-    """Yield each turn with the numbers of its sequence alone, or None if the draft was wrong before its end.
+def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generation | None:
+    """Return the turn with the numbers of its sequence alone; None if the draft was wrong before its end.
 
-    Then the job asks for the rest of the turn: it is to be drafted again. With `together`, the first blocks
-    of several sequences are computed in one call.
+    Then the job asks for the rest of the turn: it is to be drafted again.
     """
-    size = TOGETHER if together else 1
-    for start in range(0, len(drafts), size):
-        several = drafts[start : start + size]
-        sequences = [_Sequence.of(job, draft) for job, draft in several]
-        for pair, sequence, first in zip(several, sequences, _first_blocks(runner, sequences), strict=True):
-            yield _confirm(runner, *pair, sequence, first)
-
-
-def blocks_are_alike(runner: ModelRunner) -> bool:
-    """Return True if a first block has the same numbers computed alone and among others.
-
-    False for experts, whose numbers depend on how many tokens they have, and for models that see pictures,
-    whose first blocks have several lengths.
-    """
-    if runner.sees or traits_of(runner.model.config.to_dict()).moe:
-        return False
-    ids = torch.arange(TOGETHER * FIRST).mul_(31).remainder_(runner.vocab).view(TOGETHER, FIRST).tolist()
-    sequences = [_Sequence(PromptKey(tuple(row)), tuple(row), [FIRST]) for row in ids]
-    ((alone, _, alone_kv),) = _first_blocks(runner, sequences[-1:])
-    for count in (2, 5, TOGETHER):
-        hidden, _, kv = _first_blocks(runner, sequences[-count:])[-1]
-        pairs = [(hidden, alone), (kv.keys, alone_kv.keys), (kv.values, alone_kv.values)]
-        pairs += [(state, alone_kv.states[name]) for name, state in kv.states.items()]
-        if not all(torch.equal(one, other) for one, other in pairs):
-            return False
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """A drafted turn and all before it. Tokens that fill up the last block predict nothing."""
-
-    prompt: PromptKey
-    ids: tuple[int, ...]
-    edges: list[int]
-    """Where blocks end."""
-    tokens: Sequence[int] = ()
-    """Those of the turn."""
-
-    @classmethod
-    def of(cls, job: GenerateJob, draft: Generation) -> _Sequence:
-        start = len(job.prompt) - len(job.written)
-        prompt = PromptKey.of(job.prompt.ids[:start], job.prompt.images, job.prompt.experts)
-        tokens = [*job.written, *draft.tokens.tolist()]
-        count = start + len(tokens) - 1  # the last token predicts nothing that was asked for
-        edges = block_edges(count)
-        ids = (*prompt.ids, *tokens[:-1], *[0] * (edges[-1] - count))
-        # Pictures stand in the prompt, and are computed with the first block.
-        end = edges[0] if prompt.images is None else block_edges(len(prompt))[-1]
-        return cls(prompt, ids, [edge for edge in edges if edge >= end], tokens)
-
-    def key(self, stop: int) -> PromptKey:
-        experts = None if self.prompt.experts is None else self.prompt.experts[:stop]
-        return PromptKey.of(self.ids[:stop], self.prompt.images, experts)
-
-
-def _confirm(
-    runner: ModelRunner, job: GenerateJob, draft: Generation, sequence: _Sequence, first: _FirstBlock
-) -> Generation | None:
-    written, prompt, tokens = len(job.written), sequence.prompt, [*sequence.tokens]
-    key = skip_ahead(job.key, -written)
-    sampled, experts = _compute(runner, job, sequence, first, key)
+    written = len(job.written)
+    start, key = len(job.prompt) - written, skip_ahead(job.key, -written)
+    tokens = [*job.written, *draft.tokens.tolist()]
+    prompt = PromptKey.of(job.prompt.ids[:start], job.prompt.images, job.prompt.experts)
+    sampled, experts = _compute(runner, job, prompt, tokens, key)
     drawn = sampled.tokens_B.tolist()
     # From the first token on, sure ones too: of a MoE model, later tokens of a block may show in its bits.
     wrong = next((i for i, token in enumerate(tokens) if drawn[i] != token), None)
@@ -127,19 +62,19 @@ def _confirm(
         logprobs=sampled.logprobs_B[:count].float(),
         plain_logprobs=sampled.plain_B[:count].float(),
         finish=finish,
-        experts=None if experts is None else experts[: len(prompt) + count - 1],
+        experts=None if experts is None else experts[: start + count - 1],
     )
 
 
 def _compute(
-    runner: ModelRunner, job: GenerateJob, sequence: _Sequence, block: _FirstBlock, key: int
+    runner: ModelRunner, job: GenerateJob, prompt: PromptKey, tokens: Sequence[int], key: int
 ) -> tuple[Sampled, Tensor | None]:
     """Return what is drawn in the place of each token, on the CPU, and the experts that all inputs took."""
-    first = len(sequence.prompt) - 1  # it predicts the turn's first token
-    last = first + len(sequence.tokens) - 1
+    first = len(prompt) - 1  # it predicts the turn's first token
+    last = first + len(tokens) - 1
     parts: list[Sampled] = []
     experts: list[Tensor] = []
-    for start, hidden_N, experts_N in _blocks(runner, sequence, block):
+    for start, hidden_N, experts_N in _blocks(runner, prompt, tokens):
         if experts_N is not None:
             experts.append(experts_N.cpu())
         for at in range(start, start + len(hidden_N), DRAWN):
@@ -152,37 +87,38 @@ def _compute(
     return Sampled(*map(torch.cat, zip(*parts, strict=True))), torch.cat(experts) if experts else None
 
 
-def _first_blocks(runner: ModelRunner, sequences: Sequence[_Sequence]) -> list[_FirstBlock]:
-    """Compute the first blocks of sequences in one call."""
-    ends = [sequence.edges[0] for sequence in sequences]
-    layout = PrefillLayout(ends, runner.device)
-    keys = [sequence.key(end) for sequence, end in zip(sequences, ends, strict=True)]
-    hidden_N, experts_N = _routed(runner, pack(runner.model.config, keys, runner.device), layout)
-    experts = [None] * len(ends) if experts_N is None else experts_N.split(ends)
-    return list(zip(hidden_N.split(ends), experts, layout.prompts(), strict=True))
-
-
 def _blocks(
-    runner: ModelRunner, sequence: _Sequence, first: _FirstBlock
+    runner: ModelRunner, prompt: PromptKey, tokens: Sequence[int]
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
     """Yield where each block begins, its last hidden states [N, H], and its experts if there are any."""
-    hidden_N, experts_N, kv = first
-    yield 0, hidden_N, experts_N
-    if len(sequence.edges) == 1:
+    inputs_of_turn = tokens[:-1]  # the last token predicts nothing that was asked for
+    count = len(prompt) + len(inputs_of_turn)
+    edges = block_edges(count)
+    filled = edges[-1]
+    ids = (*prompt.ids, *inputs_of_turn, *[0] * (filled - count))
+    # Pictures stand in the prompt, and are computed with the first block.
+    end = edges[0] if prompt.images is None else block_edges(len(prompt))[-1]
+    config, device = runner.model.config, runner.device
+    longest = context_length(runner.model)
+
+    def key(stop: int) -> PromptKey:
+        experts = None if prompt.experts is None else prompt.experts[:stop]
+        return PromptKey.of(ids[:stop], prompt.images, experts)
+
+    def compute(inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        if longest is not None:  # what fills up a block may be beyond the model's last position
+            inputs.positions_N.clamp_(max=longest - 1)
+        return runner.routed(inputs, layout)
+
+    layout = PrefillLayout([end], device)
+    yield (0, *compute(pack(config, [key(end)], device), layout))
+    if end == filled:
         return
     memory = KvMemory(runner.token_kv, 1, _NO_LIMIT)
-    memory.put_prompt(kv, 0, 1)
-    for start, stop in pairwise(sequence.edges):
-        inputs = pack(runner.model.config, [sequence.key(stop)], runner.device, [start])
-        layout = ExtendLayout(memory, [Extension(0, start, stop - start)], runner.device)
-        yield (start, *_routed(runner, inputs, layout))
-
-
-def _routed(runner: ModelRunner, inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    longest = context_length(runner.model)
-    if longest is not None:  # tokens that fill up a block may be beyond the model's last position
-        inputs.positions_N.clamp_(max=longest - 1)
-    return runner.routed(inputs, layout)
+    memory.put_prompt(layout.prompts()[0], 0, 1)
+    for start, stop in pairwise(edge for edge in edges if edge >= end):
+        inputs = pack(config, [key(stop)], device, [start])
+        yield (start, *compute(inputs, ExtendLayout(memory, [Extension(0, start, stop - start)], device)))
 
 
 def block_edges(count: int) -> list[int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from practicum.engines.protocol import Generation
-from practicum.engines.torch.confirm import blocks_are_alike, confirm
+from practicum.engines.torch.confirm import confirm
 from practicum.engines.torch.engine_thread import Job, Outcome
 from practicum.engines.torch.kv_memory import KvMemory
 from practicum.engines.torch.model_runner import ModelRunner, decode, extend, prefill, sample_hidden
@@ -187,10 +186,12 @@ class Scheduler:
 
     def _confirm(self) -> list[Outcome]:
         """Compute drafted turns again, each alone; those that were wrong wait for a slot again."""
-        drafts, self._drafts = [(job, draft) for job, draft in self._drafts if not job.abandoned], []
+        drafts, self._drafts = self._drafts, []
         outcomes: list[Outcome] = []
-        confirmed = confirm(self._runner, drafts, together=bool(drafts) and self._together)
-        for (job, _), made in zip(drafts, confirmed, strict=True):
+        for job, draft in drafts:
+            if job.abandoned:
+                continue
+            made = confirm(self._runner, job, draft)
             if made is None:
                 self.stats.redrafted_turns += 1
                 self.waiting.add(job)
@@ -198,10 +199,6 @@ class Scheduler:
                 self.stats.confirmed_turns += 1
                 outcomes.append((job, made))
         return outcomes
-
-    @cached_property
-    def _together(self) -> bool:
-        return blocks_are_alike(self._runner)
 
     def _remove(self, memory: KvMemory, rows: list[int]) -> None:
         for source, target, length in self.running.remove(rows) if rows else ():
