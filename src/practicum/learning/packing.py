@@ -1,6 +1,6 @@
 """Rows without padding: which rows go into one forward pass, and how they lie in it.
 
-Rows with equal prompts share one prompt segment: equal in tokens, in pictures, and in recorded experts if
+Rows with equal prompts share one prompt segment: equal in tokens, in images, and in recorded experts if
 these are replayed. A packed input is every distinct prompt once, then each row's response without its last
 token (which predicts nothing), with positions that continue after the prompt.
 """
@@ -28,7 +28,7 @@ class RowExtras:
     position_ids: Ragged | None = None
     """Rows [P + R, D]: a position on each axis; vision models."""
     images: Sequence[Images | None] | None = None
-    """The pictures of each row's prompt, in the order of their tokens; vision models."""
+    """The images of each row's prompt, in the order of their tokens; vision models."""
     routed_experts: Ragged | None = None
     """Rows [P + R, L, E]: the experts that each token takes instead of its router's choice."""
 
@@ -75,7 +75,7 @@ class Packed:
     column_M: Tensor
     """Where each response token is in the packed columns of the batch; always on the CPU."""
     images: tuple[Images, ...] = ()
-    """Pictures of the distinct prompts that have any, in the order of their tokens; on the CPU."""
+    """Images of the distinct prompts that have any, in the order of their tokens; on the CPU."""
     image_prompts: tuple[slice, ...] = ()
     """Where those prompts are among the input tokens."""
     experts_N: Tensor | None = None

@@ -32,6 +32,8 @@ from practicum.models.vision import is_vision
 
 KEPT = 192
 """How many are remembered."""
+_TOKENIZERS = "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
+"""Names of tokenizers' files."""
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
@@ -60,6 +62,15 @@ def require_model_folder(source: str, key: str = "model.path") -> None:
         raise RecipeError(key, source, expected, "train the recipe that makes it first, or check the path")
 
 
+def require_tokenizer(source: str, key: str) -> None:
+    """Require that a model's folder has a tokenizer; a hub name is left to the hub. `key` names the model."""
+    folder = Path(source).expanduser()
+    if os.path.isdir(folder) and not any(path for name in _TOKENIZERS for path in folder.glob(name)):
+        other = f"{key.rpartition('.')[0]}.tokenizer"
+        advice = f"set {other} to the folder or hub name of its tokenizer, or save the tokenizer there"
+        raise RecipeError(key, f"{source}, which has no tokenizer", "a model with its tokenizer", advice)
+
+
 def read_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder or hub name; OSError or ValueError if there is none, as below."""
     return _read(AutoTokenizer, source, _stamp(source))
@@ -82,7 +93,7 @@ def read_generation(source: str) -> Any:
 
 
 def _stamp(source: str) -> tuple[int, ...]:
-    """Tell versions of a folder apart; empty for a hub name, which is not waited for without a network."""
+    """Tell versions of a folder apart, or empty for a hub name, which is not waited for without a network."""
     is_unreachable(source)
     folder = Path(source).expanduser()
     return tuple(file.stat().st_mtime_ns for file in sorted(folder.glob("*.json")))

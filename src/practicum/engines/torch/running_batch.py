@@ -1,4 +1,4 @@
-"""The sequences being decoded: row i of everything here belongs to slot i of the KV memory."""
+"""The sequences that are being decoded. Row i belongs to slot i of the KV memory."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def _column(number: int) -> Any:
 
 
 class RunningBatch:
-    """Running sequences, always in rows 0..count-1; a removed row's place is taken by the last one.
+    """Running sequences in rows 0..count-1. The last row replaces a removed one.
 
-    With `routes`, it also keeps which experts the tokens took.
+    With `routes`, it also stores the experts of the tokens.
     """
 
     def __init__(self, slots: int, context: int, device: torch.device, routes: Routes | None = None) -> None:
         self.jobs: list[GenerateJob] = []
         self.draws: Counter[Draw] = Counter()
-        """How many rows are sampled in each way."""
-        # One matrix, so that a row moves at once; columns are named below.
+        """Number of rows by sampling settings."""
+        # One matrix, so that a row moves in one copy. Columns are named below.
         self._state = torch.zeros(slots, 7, dtype=torch.int64, device=device)
         self._stops = torch.full((slots, 1), _NO_TOKEN, dtype=torch.int64, device=device)
-        # What was sampled stays where it is when rows move: `_out` says where.
+        # Sampled tokens stay in place when rows move. `_out` has their row.
         self._tokens = torch.empty(slots, context, dtype=torch.int64, device=device)
         self._logprobs = torch.empty(slots, context, dtype=torch.float32, device=device)
         self._plain = torch.empty(slots, context, dtype=torch.float32, device=device)
@@ -56,17 +56,17 @@ class RunningBatch:
     def count(self) -> int:
         return len(self.jobs)
 
-    # Views of the state's columns: the newest token of each row, how many positions of its slot it fills, how
-    # many tokens it has sampled and may sample, its randomness, and where its samples are.
+    # Views of the state's columns: each row's newest token, filled positions of its slot, numbers of sampled
+    # and allowed tokens, randomness, and row of its samples.
     last_B, length_B, made_B, _limit_B, key_B, _out_B = map(_column, range(6))
 
     @property
     def position_B(self) -> Tensor:
-        """The position of each row's newest token: not its length, if there are pictures before it."""
+        """Position of each row's newest token, which differs from its length after images."""
         return self._state[: self.count, 1] + self._state[: self.count, 6]
 
     def add(self, jobs: Sequence[GenerateJob], prompt: PrefilledPrompt) -> None:
-        """Put new sequences of one prompt after the running ones; it fills their slots."""
+        """Append new sequences of a prompt, whose slots hold it."""
         first, end = self.count, self.count + len(jobs)
         state = []
         for job in jobs:
@@ -83,19 +83,19 @@ class RunningBatch:
         self.draws.update(job.draw for job in jobs)
 
     def by_draw(self) -> list[tuple[Draw, list[int] | slice]]:
-        """Return the rows that are sampled in each way."""
+        """Return the rows by sampling settings."""
         if len(self.draws) == 1:
             return [(next(iter(self.draws)), slice(None))]
         rows = list(enumerate(self.jobs))
         return [(draw, [row for row, job in rows if job.draw == draw]) for draw in self.draws]
 
     def note_experts(self, experts_BLE: Tensor) -> None:
-        """Keep which experts each row's newest token took."""
+        """Store the experts of each row's newest token."""
         assert self._experts is not None
         self._experts[self._out_B, self.made_B - 1] = experts_BLE.to(self._experts.dtype)
 
     def append(self, sampled: Sampled) -> tuple[list[int], list[Finish]]:
-        """Add one token to every row. Return the rows that are finished by it, and why."""
+        """Append one token to every row. Return the rows that finish with it, and their finish reasons."""
         place = (self._out_B, self.made_B)
         self._tokens[place] = sampled.tokens_B
         self._logprobs[place] = sampled.logprobs_B.to(torch.float32)
@@ -108,7 +108,7 @@ class RunningBatch:
         return finished.tolist(), ["stop" if hit else "length" for hit in stopped]
 
     def generations(self, rows: Sequence[int], finishes: Sequence[Finish], version: int) -> list[Generation]:
-        """Return what these rows have sampled, on the CPU, in separate memory."""
+        """Return copies of the samples of these rows on the CPU."""
         if not rows:
             return []
         index = torch.tensor(rows, device=self._state.device)
@@ -140,7 +140,7 @@ class RunningBatch:
         ]
 
     def remove(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Forget these rows. Return (source, target, length) of the rows that took their places."""
+        """Remove these rows. Return (source, target, length) of the rows that replaced them."""
         gone = set(rows)
         left = self.count - len(gone)
         self._free_outs += self._out_B[list(rows)].tolist() if rows else []

@@ -1,4 +1,4 @@
-"""Continuous batching: which requests are computed when. `Scheduler.step` is the torch engine's work."""
+"""Continuous batching: decide which requests to compute. The torch engine runs `Scheduler.step`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from practicum.errors import EngineError
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since an engine was made. Prefilled tokens were computed, reused ones came from the cache."""
+    """Counts since the engine's creation. Prefilled tokens were computed, reused ones came from the cache."""
 
     prefilled_prompts: int = 0
     prefilled_tokens: int = 0
@@ -39,7 +39,7 @@ class EngineStats:
 
 
 class Scheduler:
-    """Sequences in slots and requests that wait for them; used by one thread at a time."""
+    """Sequences in slots, and requests that wait for them. Not thread-safe."""
 
     def __init__(
         self, runner: ModelRunner, slots: int, context: int, prefill_tokens: int, score_tokens: int
@@ -47,7 +47,7 @@ class Scheduler:
         self.version = 0
         self.stats = EngineStats()
         self.alone = not runner.invariant
-        """True if each turn is confirmed and each sequence scored by itself: `confirm.py`."""
+        """True if turns are confirmed and sequences scored one by one, see `confirm.py`."""
         self.running = RunningBatch(slots, context, runner.device, runner.routes)
         self.waiting = RequestQueue()
         self.cache = SequenceCache(slots * context, slots if runner.seam.states else None)
@@ -56,11 +56,11 @@ class Scheduler:
         self._runner, self._slots, self._context = runner, slots, context
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
         self.memory: KvMemory | None = None
-        """None while the engine sleeps."""
+        """KV memory, or None while the engine sleeps."""
         self.allocate()
 
     def allocate(self) -> None:
-        """Set KV memory aside, if there is none."""
+        """Allocate KV memory unless it exists."""
         if self.memory is None:
             self.memory = KvMemory(self._runner.token_kv, self._slots, self._context)
 
@@ -73,18 +73,18 @@ class Scheduler:
         return bool(self.running.count or self.waiting or self.scoring or self._drafts)
 
     def free(self) -> None:
-        """Forget all requests and free the KV memory."""
+        """Discard all requests and free the KV memory."""
         self.reset()
         self.memory = None
 
     def reset(self) -> None:
-        """Forget all requests, and what was computed for them."""
+        """Discard all requests and their results."""
         for part in (self.running, self.waiting, self.cache, self.scoring, self._drafts):
             part.clear()
 
     @torch.no_grad()
     def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
-        """Take in new requests and do one turn's work. Return outcomes, and True if work is left."""
+        """Add new requests and run one step. Return outcomes, and True if work remains."""
         if self.memory is None:
             raise EngineError("the engine sleeps: call wake() first")
         for job in arrived:
@@ -102,7 +102,7 @@ class Scheduler:
             for draw, alike in groups:
                 parts.append(sample_hidden(self._runner, hidden_B[alike], draw, uniform_B[alike]))
             sampled = parts[0]
-            if len(parts) > 1:  # put them into the rows' order
+            if len(parts) > 1:  # restore the order of the rows
                 order = [row for _, alike in groups if isinstance(alike, list) for row in alike]
                 back_B = torch.tensor(order, device=hidden_B.device).argsort()
                 sampled = Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
@@ -134,7 +134,7 @@ class Scheduler:
         fresh = [
             self._start(memory, one, one.computed or next(computed)) for one in taken if one.kept is None
         ]
-        # In order of length, so that neighbours have little padding between them.
+        # Sorted by length, so that adjacent rows need little padding.
         begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
         fresh += self._extend(memory, begun) if begun else []
         self.stats.most_rows = max(self.stats.most_rows, self.running.count)
@@ -162,7 +162,7 @@ class Scheduler:
     def _start(
         self, memory: KvMemory, admission: Admission, prompt: PrefilledPrompt, filled: int = 0
     ) -> Tensor:
-        """Put a computed prompt's requests into slots, the first `filled` of which hold it already."""
+        """Assign slots to a computed prompt's requests. The first `filled` slots already hold it."""
         count = len(admission.jobs)
         memory.put_prompt(prompt.kv, self.running.count + filled, count - filled)
         self.waiting.keep(admission.prompt, prompt)
@@ -170,12 +170,12 @@ class Scheduler:
         return prompt.hidden.expand(count, -1)
 
     def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
-        """Add a token to each row; finished rows leave their slots."""
+        """Append a token to each row, and free the slots of finished rows."""
         done, finishes = self.running.append(sampled)
         jobs = [self.running.jobs[row] for row in done]
         made = list(zip(jobs, self.running.generations(done, finishes, self.version), strict=True))
         for row, (job, generation) in zip(done, made, strict=True):
-            if job.keep:  # the last token was never an input: nothing is computed of it
+            if job.keep:  # the last token was never an input and has no cache
                 ids = (*job.prompt.ids, *generation.tokens[:-1].tolist())
                 self.cache.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), generation.experts)
         self._remove(memory, done)
@@ -185,7 +185,7 @@ class Scheduler:
         return [*made]
 
     def _confirm(self) -> list[Outcome]:
-        """Compute drafted turns again, each alone; those that were wrong wait for a slot again."""
+        """Recompute drafted turns one by one. Rejected ones return to the queue."""
         drafts, self._drafts = self._drafts, []
         outcomes: list[Outcome] = []
         for job, draft in drafts:
@@ -205,14 +205,14 @@ class Scheduler:
             memory.move(source, target, length)
 
     def _score(self) -> list[Outcome]:
-        """Score one forward call's worth of requests."""
+        """Score the requests of one forward pass."""
         jobs: list[ScoreJob] = []
         seen: set[Prefix] = set()
         tokens = 0
         while self.scoring:
             job = self.scoring[0]
             if not job.abandoned:
-                prefix = job.adapter, job.prefix  # computed once for all jobs that share it
+                prefix = job.adapter, job.prefix  # computed once for all jobs with this prefix
                 tokens += len(job.targets) - 1 + (0 if prefix in seen else len(job.prefix))
                 seen.add(prefix)
                 if jobs and tokens > self._score_tokens:
