@@ -1,4 +1,4 @@
-"""Rows without padding: which rows go into one forward pass, and how they lie in it.
+"""Pack rows without padding: assign rows to forward passes, and lay them out.
 
 Rows with equal prompts share one prompt segment: equal in tokens, in images, and in recorded experts if
 these are replayed. A packed input is every distinct prompt once, then each row's response without its last
@@ -79,7 +79,7 @@ class Packed:
     image_prompts: tuple[slice, ...] = ()
     """Where those prompts are among the input tokens."""
     experts_N: Tensor | None = None
-    """Experts that each input token takes [N, L, E]; None: those that the routers choose."""
+    """Experts to replay for each input token [N, L, E], or None if the routers choose."""
 
     def to(self, device: torch.device) -> Packed:
         if self.ids_N.device == device:
