@@ -103,7 +103,7 @@ def test_a_reward_that_raises_in_a_run_is_in_the_log_with_its_frames(tmp_path: P
     assert "direct cause" in log
 
 
-def test_loops_and_tools_that_raise_are_told_once_and_counted(
+def test_loops_and_tools_that_raise_are_reported_once_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     agent = {"loop": "tests.hostile:hostile_loop"}

@@ -131,7 +131,7 @@ def test_one_token_may_be_off_by_rounding():
     assert invariants.fingerprint([one - 1.1e-3 for one in expected], expected, 1e-3) is not None
 
 
-def test_a_fingerprint_of_before_is_told_as_such():
+def test_a_fingerprint_of_before_is_reported_as_such():
     assert "before the update" in (invariants.fingerprint(OLD, NEW, 1e-3, (OLD, OLD)) or "")
     near = [-1.0000001, -2.0, -3.0]
     assert "before the update" in (invariants.fingerprint(near, NEW, 1e-3, (OLD, OLD)) or "")

@@ -112,7 +112,7 @@ def kill(actor: Any, by: signal.Signals = signal.SIGKILL) -> None:
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), by)
 
 
-def test_bytes_of_another_put_and_damaged_ones_are_told_apart() -> None:
+def test_bytes_of_another_put_and_damaged_ones_are_reported_apart() -> None:
     uid = b"0123456789abcdef"
     packed = pickle.dumps(pack(make_columns(make_batch(2))))
     blob = torch.frombuffer(bytearray(uid + packed), dtype=torch.uint8)

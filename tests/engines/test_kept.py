@@ -239,7 +239,7 @@ def test_a_turn_that_is_to_take_other_experts_goes_on_from_nothing():
         assert engine.stats.reused_tokens == len(first)
 
 
-def test_equal_hashes_of_other_tokens_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+def test_equal_hashes_of_other_tokens_are_reported_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prompt_cache, "_hashes", lambda ids, pictures: [7] * len(ids))
     with engine_of(model_of("qwen3")) as engine:
         expected = [talk.sampled() for talk in converse(engine, 8, 4, keep=False)]

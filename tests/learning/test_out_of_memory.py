@@ -62,7 +62,7 @@ def test_one_row_that_is_too_long_is_an_error_with_the_keys_to_change(limited):
     learner = Learner(tiny(), TRAIN, ALGORITHM)
     limited(3)
     with pytest.raises(
-        PracticumError, match=r"(?s)one row, which can't be cut.*train\.gradient_checkpointing"
+        PracticumError, match=r"(?s)a single row, which can't be split.*train\.gradient_checkpointing"
     ):
         learner.update(random_batch(3))
     assert learner.version == 0

@@ -161,9 +161,9 @@ def test_adapters_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path: P
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa"),
         ("head", r"weights of lm_head"),
-        ("cut", r"(?s)adapter_model\.safetensors, .*that is whole"),
-        ("garbled", r"(?s)adapter_config\.json, .*that is whole"),
-        ("another", r"(?s)a whole model: set teachers\.t\.model to it"),
+        ("cut", r"(?s)adapter_model\.safetensors, .*a complete LoRA adapter"),
+        ("garbled", r"(?s)adapter_config\.json, .*a complete LoRA adapter"),
+        ("another", r"(?s)a full model: set teachers\.t\.model to it"),
         ("missing", r"(?s)adapter_config\.json.*train the recipe that makes it"),
     ],
 )
@@ -187,7 +187,7 @@ def test_adapters_of_other_kinds_and_damaged_ones_are_refused(tmp_path: Path, da
         SavedAdapter.read(str(own.folder), "teachers.t.adapter")
 
 
-def test_adapters_are_told_apart_by_what_they_do(tmp_path: Path):
+def test_adapters_are_reported_apart_by_what_they_do(tmp_path: Path):
     model = adapted("llama", torch.float32, LORAS["small"], 1.0)
     one, same = saved(tmp_path / "a", model), saved(tmp_path / "b", model)
     other = saved(tmp_path / "c", adapted("llama", torch.float32, LORAS["small"], 2.0))

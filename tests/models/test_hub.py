@@ -51,7 +51,7 @@ def test_a_dataset_of_the_hub(no_network: None):
     assert str(caught.value) == f"tasks.t.dataset: {found}, expected a folder, or a dataset of the hub."
 
 
-def test_a_hub_that_is_not_to_be_asked_is_told(no_network: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_is_not_to_be_asked_is_reported(no_network: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError, match="nor in the cache, and HF_HUB_OFFLINE is set, expected"):

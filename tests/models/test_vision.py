@@ -158,7 +158,7 @@ def test_a_vision_model_is_loaded_from_its_folder(model: PreTrainedModel, tmp_pa
     assert torch.equal(plain_forward(loaded, *row), plain_forward(model, *row))
 
 
-def test_pictures_are_told_apart_by_their_digests(model: PreTrainedModel):
+def test_pictures_are_reported_apart_by_their_digests(model: PreTrainedModel):
     one, same, other = pictures(model, (2, 2)), pictures(model, (2, 2)), pictures(model, (2, 2), seed=1)
     assert one.digest == same.digest != other.digest
     turned = Images(pictures(model, (1, 4)).pixels, torch.tensor([[1, 8, 2]]))

@@ -88,7 +88,7 @@ def test_tokens_of_tools_that_are_learnt(spoil: Any):
         take_steps("agent")
 
 
-def test_an_end_that_is_taken_for_padding(spoil: Any):
+def test_eos_masked_as_padding(spoil: Any):
     """huggingface/trl#6357, NVIDIA-NeMo/Megatron-Bridge#4660: padding was found by its token, which also ends
     answers: models never learnt to stop."""
     assert passes("plain")
@@ -98,7 +98,7 @@ def test_an_end_that_is_taken_for_padding(spoil: Any):
         take_steps("plain")
 
 
-def test_an_end_that_the_model_did_not_write(monkeypatch: pytest.MonkeyPatch):
+def test_eos_appended_to_a_truncated_response(monkeypatch: pytest.MonkeyPatch):
     """OpenRLHF/OpenRLHF#238: the last token of an answer that was cut off was replaced with the EOS."""
     assert passes("plain")
     add, (end,) = Trajectory.add_sampled, tokenise(make_tokenizer(), "<eos>")

@@ -113,7 +113,7 @@ def test_a_base_that_drifts_as_its_adapter_is_merged(tmp_path: Path, monkeypatch
     monkeypatch.setattr(LocalRoles, "sync_weights", merging)
     with started("half") as runner:
         runner.step(1)
-        with pytest.raises(CheckError, match=r"the base of the adapter is not as it was loaded"):
+        with pytest.raises(CheckError, match=r"the base of the adapter has changed since it was loaded"):
             runner.roles.save(tmp_path / "drifted", [])
 
 

@@ -42,7 +42,7 @@ def test_every_leaf_has_an_origin(write: Write) -> None:
     assert loaded.recipe.train.lr == 3e-4
 
 
-def test_the_nearer_layer_wins_and_its_origin_is_told(write: Write) -> None:
+def test_the_nearer_layer_wins_and_its_origin_is_reported(write: Write) -> None:
     write("train: {lr: 1, steps: 1, prompts: 1, minibatches: 1}", "a.yaml", minimal=False)
     write("extends: a.yaml\ntrain: {lr: 2, steps: 2, prompts: 2}", "b.yaml", minimal=False)
     path = write("extends: b.yaml\ntrain: {lr: 3, steps: 3}")
@@ -88,7 +88,7 @@ def test_a_recipe_that_extends_itself_is_an_error(write: Write) -> None:
 
 
 @pytest.mark.parametrize("base", [r"\0", r"\ud800"])
-def test_a_base_that_no_file_can_be_called_is_told(write: Write, base: str) -> None:
+def test_a_base_that_no_file_can_be_called_is_reported(write: Write, base: str) -> None:
     assert "expected the path of one recipe file" in refused(write(f'extends: "{base}"'))
 
 
@@ -165,7 +165,7 @@ def test_set_may_fill_a_section_that_was_null(write: Write) -> None:
     assert recipe.critic.lr == 0.5
 
 
-def test_every_wrong_set_is_told_at_once(write: Write) -> None:
+def test_every_wrong_set_is_reported_at_once(write: Write) -> None:
     text = refused(write(), "lr", "a..b=1", "=3", "x=[1", "extends=other.yaml")
     assert "5 problems" in text
     assert "key=value" in text

@@ -135,7 +135,7 @@ def test_models_and_loops_and_tools_are_found_too_but_not_a_servers_name(tmp_pat
     assert recipe.agent.loop == recipe.agent.tools[0].use == f"{folder}/scores_of_mine:score"
 
 
-def test_modules_of_one_name_in_two_folders_are_told_apart(tmp_path: Path):
+def test_modules_of_one_name_in_two_folders_are_reported_apart(tmp_path: Path):
     uses = [
         load_recipe(put(tmp_path / name, value)).recipe.reward.functions[0].use
         for name, value in (("first", 1.0), ("second", 2.0))

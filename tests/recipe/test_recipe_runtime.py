@@ -42,7 +42,7 @@ def test_a_short_runtime_keeps_the_other_options_of_every_layer(write: Write) ->
     assert str(load_recipe(path).origins["runtime.max_deaths"]) == "base base.yaml:1"
 
 
-def test_a_misspelt_runtime_or_pool_is_told_its_nearest_name(write: Write) -> None:
+def test_a_misspelt_runtime_or_pool_is_reported_its_nearest_name(write: Write) -> None:
     with pytest.raises(RecipeErrors) as caught:
         load_recipe(write("runtime: rai\npools: {trian: {devices: 2}}"))
     text = str(caught.value)

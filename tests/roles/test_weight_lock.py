@@ -55,7 +55,7 @@ def test_weights_that_could_not_be_loaded_are_loaded_again():
     assert loaded == [0], "nobody knows what the engine has after a load that failed"
 
 
-def test_who_waits_too_long_is_told_for_what():
+def test_who_waits_too_long_is_reported_for_what():
     turns = WeightLock(0.05, held=2)
     with (
         turns.use(2, lambda: None),

@@ -186,7 +186,7 @@ def test_an_existing_cluster_is_joined_with_each_group_on_one_machine_and_left(
     with closing(Cluster.open(aligned)):
         monkeypatch.setattr(cluster_module, "PATIENCE_S", 1.0)
         text = refused(recipe(tmp_path, at))  # the first one holds all five CPUs
-    assert "no room for all workers within 1 s" in text
+    assert "no resources for all workers within 1 s" in text
     assert "wanted 2 CPUs, available 0 CPUs" in text
     assert ray.is_initialized()  # it was not this run that connected
     assert "wanted 7 CPUs, available 5 CPUs" in refused(recipe(tmp_path, at, "pools.train.devices=6"))

@@ -108,5 +108,5 @@ def test_a_refusal_says_who_wants_what_and_what_there_is(tmp_path: Path):
 def test_a_replica_across_two_machines_is_refused_with_the_reason():
     wanted = Needs((), (Bundle("teachers", 0, 5.0), Bundle("teachers", 1, 1.0)))
     require_room(wanted, [Node(5), Node(1)])
-    with pytest.raises(ClusterError, match="no machine has room"):
+    with pytest.raises(ClusterError, match="no machine has the resources"):
         require_room(wanted, [Node(4), Node(2)])

@@ -156,7 +156,7 @@ def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreT
         ({"prompt": "text"}, 400, "prompt: "),
         ({"prompt": [5] * 128}, 400, "128 tokens and max_tokens 1 are more than the context of 128"),
         ({"max_tokens": 2}, 400, "max_tokens: "),
-        ({"temperature": None}, 400, "temperature: "),
+        ({"temperature": None}, 400, "temperature must be 0"),
         ({"temperature": 0.7}, 400, "temperature: "),
         ({"stream": True}, 400, "stream: "),
         ({"n": 2}, 400, "n: "),
@@ -216,7 +216,7 @@ def test_a_row_beyond_the_servers_context_is_named(server: Served):
         score(server.url, [long], ScoreOptions())
 
 
-def test_weights_that_are_not_finite_are_told():
+def test_weights_that_are_not_finite_are_reported():
     broken = tiny()
     with served(broken) as server:
         with torch.no_grad():

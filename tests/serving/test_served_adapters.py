@@ -80,7 +80,7 @@ def test_scores_by_an_adapters_name_are_those_of_the_merged_model(server: Served
     assert (said["copy"][0].logprobs - said["sort"][0].logprobs).abs().max() > 1e-2
 
 
-def test_a_name_that_the_server_does_not_have_is_told_with_those_that_it_has(server: Served):
+def test_a_name_that_the_server_does_not_have_is_reported_with_those_that_it_has(server: Served):
     with pytest.raises(RecipeError, match=r"teachers\.far\.model: found other.*copy, sort, tiny"):
         ask(server, "other")
 

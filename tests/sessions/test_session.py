@@ -268,7 +268,7 @@ def test_one_session_takes_one_turn_at_a_time(engine: TorchEngine):
     async def play() -> None:
         await gather_all([session.generate(), session.generate()])
 
-    with pytest.raises(EngineError, match="one turn at a time: fork"):
+    with pytest.raises(EngineError, match="one turn at a time: use fork"):
         asyncio.run(play())
     with pytest.raises(EngineError, match="max_new_tokens is 0"):
         asyncio.run(session.generate(max_new_tokens=0))

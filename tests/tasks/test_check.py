@@ -57,7 +57,7 @@ def test_tools_that_the_chat_template_does_not_show_are_a_warning():
 
 def test_small_evaluation_sets_are_mentioned():
     tasks = {"c": {"kind": "compare", "options": {"digits": 1}}}
-    assert "of 128 asked for" in findings(recipe(tasks))[0]
+    assert "of 128: " in findings(recipe(tasks))[0]
 
 
 def test_all_mistakes_are_shown_together(tmp_path):

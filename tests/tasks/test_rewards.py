@@ -298,7 +298,7 @@ def test_a_module_that_raises_is_a_recipe_error(tmp_path, monkeypatch):
     assert "RuntimeError: no licence" in str(refuse("broken_rewards:f"))
 
 
-def test_a_misspelt_module_and_one_that_misses_another_are_told_apart(tmp_path, monkeypatch):
+def test_a_misspelt_module_and_one_that_misses_another_are_reported_apart(tmp_path, monkeypatch):
     (tmp_path / "my_scores.py").write_text("import no_such_package")
     monkeypatch.chdir(tmp_path)
     assert "did you mean my_scores:f?" in refuse("my_score:f").suggestion

@@ -89,7 +89,7 @@ def test_rows_bring_their_own_domain(tmp_path: Path) -> None:
     assert found == ["route: domain 'x' → x", "route: domain 'a' → a", "route: domain 'sort' → sort"]
 
 
-def test_values_without_a_teacher_are_told_with_their_rows(tmp_path: Path) -> None:
+def test_values_without_a_teacher_are_reported_with_their_rows(tmp_path: Path) -> None:
     file = rows(tmp_path / "a.jsonl", {"s": "math"}, *[{"s": "maths"}] * 5, {"s": "code"})
     teachers = {"math": {"model": "a"}, "chat": {"model": "b"}}
     with pytest.raises(RecipeErrors) as caught:
@@ -111,7 +111,7 @@ def test_many_values_without_a_teacher_are_counted(tmp_path: Path) -> None:
         check_routes(recipe({"a": file}, teachers, route={"by": "s"}))
 
 
-def test_rows_without_the_column_are_told(tmp_path: Path) -> None:
+def test_rows_without_the_column_are_reported(tmp_path: Path) -> None:
     file = rows(tmp_path / "a.jsonl", {"s": "x"}, {"s": "y"}, {}, {"s": None})
     teachers = {"x": {"model": "a"}, "y": {"model": "b"}}
     found = problems(lambda: check_routes(recipe({"a": file}, teachers, route={"by": "s"})))
@@ -119,7 +119,7 @@ def test_rows_without_the_column_are_told(tmp_path: Path) -> None:
     place = tmp_path / "a.jsonl"
     assert found["route.by"].splitlines()[0] == (
         f"route.by: found no column 's' (only 'prompt', 'answer') in 2 rows: {place}, line 3; "
-        f"{place}, line 4, expected text or a number in each row."
+        f"{place}, line 4, expected a string or a number in each row."
     )
 
 
@@ -150,7 +150,7 @@ def test_vocabularies_of_one_size_with_other_content_differ() -> None:
     assert "1 are not the student's ('d')" in found.found
     (found,) = compare_vocabularies(tokenizer_of("abc"), tokenizer_of("acb"), "t", key="tokenizer")
     assert found.path == "teachers.t.tokenizer"
-    assert "2 have other ids ('b' is 4 here, 5 there" in found.found
+    assert "2 have other ids ('b' is 4 of the student, 5 of the teacher" in found.found
 
 
 def test_more_tokens_than_the_students_are_a_difference() -> None:
@@ -158,18 +158,18 @@ def test_more_tokens_than_the_students_are_a_difference() -> None:
     assert "5 are not the student's ('d', 'e', 'f', …)" in found.found
 
 
-def test_another_end_token_is_told() -> None:
+def test_another_end_token_is_reported() -> None:
     (found,) = compare_vocabularies(tokenizer_of("ab"), tokenizer_of("ab", eos="<end>"), "t")
-    assert "the EOS token '<end>', where the student has '<eos>'" in found.found
+    assert "the EOS token '<end>', while the student has '<eos>'" in found.found
     assert "model.tokenizer" in found.suggestion
 
 
-def test_another_begin_token_is_told() -> None:
+def test_another_begin_token_is_reported() -> None:
     (found,) = compare_vocabularies(tokenizer_of("ab"), tokenizer_of("ab", bos_token="<end>"), "t")
-    assert "the BOS token '<end>', where the student has none" in found.found
+    assert "the BOS token '<end>', while the student has none" in found.found
 
 
-def test_other_special_tokens_are_told() -> None:
+def test_other_special_tokens_are_reported() -> None:
     teacher = tokenizer_of("ab", additional_special_tokens=["a"])
     (found,) = compare_vocabularies(tokenizer_of("ab"), teacher, "t")
     assert "'a' only of the teacher" in found.found
@@ -193,7 +193,7 @@ def test_another_chat_template_matters_if_prompts_are_chats() -> None:
         (None, None, 0, None),
         (64, 30, 0, None),
         (29, None, 0, "a prompt of 20 tokens + 10 of response = 30, expected at most 29"),
-        (30, None, 1, "answer + 1 = 31, expected at most 30"),
+        (30, None, 1, "response + 1 = 31, expected at most 30"),
         (64, 29, 0, "expected at most 29"),
         (None, 29, 0, "expected at most 29"),
         (64, 65, 0, "found 65, expected at most the model's context of 64"),

@@ -119,7 +119,7 @@ def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[st
     assert_same(got, as_the_server(model, some, ScoreOptions()))
 
 
-def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrainedModel):
+def test_trouble_that_stays_is_reported_with_teacher_row_and_tries(model: PreTrainedModel):
     with scoring_server(model, fails_first=100) as server:
         expected = (
             r"teacher chat at http.*, prompt 0/session 0: no response after 4 tries: status 503: overloaded"
@@ -155,7 +155,7 @@ def test_a_server_that_hangs_is_named_at_the_deadline(model: PreTrainedModel):
             score(server.url, rows(1), deadline_s=0.3)
 
 
-def test_an_answer_without_scores_is_told_with_teacher_and_row(model: PreTrainedModel):
+def test_an_answer_without_scores_is_reported_with_teacher_and_row(model: PreTrainedModel):
     with (
         scoring_server(model, ignores_prompt_logprobs=True) as server,
         pytest.raises(TeacherError, match=r"teacher chat at .*, prompt 0/.* no prompt_logprobs"),
@@ -188,7 +188,7 @@ def test_a_key_that_is_not_in_the_environment_is_a_recipe_error(monkeypatch: pyt
         ({"shifts_ids": True, "echoes_ids": False}, {}, "url", "not aligned: the logprobs of position"),
         ({"noise": 0.5}, {}, "url", "not deterministic: one sequence scored twice differs by"),
         ({}, {"top_k": 21}, "url", "status 400 .*--max-logprobs.*distill.top_k"),
-        ({"refuses_prompts_of": 16}, {}, "url", "refuses the scores of a known sequence with status 400"),
+        ({"refuses_prompts_of": 16}, {}, "url", "rejects the scores of a known sequence with status 400"),
         ({"fails_first": 9}, {}, "url", "can't be reached .*503"),
     ],
 )

@@ -299,7 +299,7 @@ def test_a_case_that_the_server_refuses_is_unjudged_and_other_refusals_stop(clas
     [
         ({"model": "other"}, "model", "found other, expected a model of .*: tiny"),
         ({"label": 3}, "label", "found 3, expected 0 to 2: it has 3 outputs"),
-        ({"kind": "judge", "prompt": PROMPT}, "url", "refuses a question with status 404"),
+        ({"kind": "judge", "prompt": PROMPT}, "url", "rejects a question with status 404"),
     ],
 )
 def test_the_probe_says_what_is_wrong_where(classifier: Path, asked: dict[str, Any], key: str, words: str):
@@ -312,7 +312,7 @@ def test_the_probe_says_what_is_wrong_where(classifier: Path, asked: dict[str, A
 def test_the_probe_of_a_judge_and_of_nobody(judge: Path):
     with judging_server(judge_of(judge)) as (url, _):
         assert probe(url, kind="judge", prompt=PROMPT, max_new_tokens=24) == "replies to prompts"
-        with pytest.raises(RecipeError, match=r"(?s)refuses to classify with status 404.*kind: judge"):
+        with pytest.raises(RecipeError, match=r"(?s)rejects classification with status 404.*kind: judge"):
             probe(url)
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.url: found http.*can't be reached"):
         probe("http://127.0.0.1:9/v1")

@@ -77,7 +77,7 @@ def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
     task = {"file": file, "eval_file": file, "too_long": "skip"}
     loaded = tiny(tmp_path, "train.prompts=2", tasks={"t": task})
     found = check_without_models(loaded.recipe)
-    assert any(f"too long: 2 rows of {file} are left out" in line for line in found.findings)
+    assert any(f"too long: 2 rows of {file} are skipped" in line for line in found.findings)
     assert found.left_out == {file: frozenset({1, 3})}
     tasks, seed = loaded.recipe.tasks, loaded.recipe.seed
     drawn = make_stream(tasks, seed, left_out=found.left_out).take(40)

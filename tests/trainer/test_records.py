@@ -113,7 +113,7 @@ def test_versions_say_how_and_when_the_run_was_started(run: Path):
     assert first["commits"]["recipe"] is None
 
 
-def test_a_commit_is_told_with_whether_files_differ_from_it(tmp_path: Path):
+def test_a_commit_is_reported_with_whether_files_differ_from_it(tmp_path: Path):
     def git(*command: str) -> None:
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         whole = ["git", "-C", str(tmp_path), *who, *command]

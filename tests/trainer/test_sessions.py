@@ -38,7 +38,7 @@ def test_sessions_of_unequal_numbers_of_trajectories_are_learnt_from_whole(tmp_p
         assert row["train/tokens"] * 3 == pytest.approx(row["rollout/tokens"])
 
 
-def test_a_failed_session_is_left_out_and_its_reason_is_told(tmp_path: Path):
+def test_a_failed_session_is_left_out_and_its_reason_is_reported(tmp_path: Path):
     rows = trained(tmp_path, "some_fail")
     for row in rows:
         assert (row["rollout/sessions"], row["rollout/failed"]) == (16, 8)

@@ -38,7 +38,7 @@ def _nothing_stays() -> Iterator[None]:
         ({"family": "unknown"}, {}, r"does not know this model: use rollout\.engine: torch\. .*Qwen33"),
     ],
 )
-def test_what_vllm_can_not_do_is_told_when_it_starts(
+def test_what_vllm_can_not_do_is_reported_when_it_starts(
     tmp_path: Path, model: dict[str, Any], setup: dict[str, Any], words: str
 ):
     if model.get("family") == "unknown":

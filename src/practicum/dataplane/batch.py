@@ -1,4 +1,4 @@
-"""A batch as the controller sees it: keys and tags without a single tensor, and its groups and sessions."""
+"""The controller's view of a batch: keys and tags without tensors, and its groups and sessions."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class BatchRef:
 
     @staticmethod
     def concat(batches: Sequence[BatchRef]) -> BatchRef:
-        """Join batches of one partition; a row that is in two of them is an error."""
+        """Concatenate batches of one partition. Raise StoreError for duplicate rows."""
         partitions = {batch.partition for batch in batches}
         if not partitions:
-            raise StoreError("there is no batch to join: concat needs at least one")
+            raise StoreError("concat needs at least one batch")
         if len(partitions) > 1:
             raise StoreError(f"can't join batches of partitions {sorted(partitions)}")
         keys = tuple(key for batch in batches for key in batch.keys)
@@ -91,7 +91,7 @@ def _rebuilt(partition: str, rows: int, columns: list[list[Any]]) -> BatchRef:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All finished sessions of one prompt, failed ones too."""
+    """All finished sessions of a prompt, including failed ones."""
 
     prompt: int
     rows: tuple[tuple[Key, Tags], ...]
@@ -111,7 +111,7 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
-        """True if no two sessions differ in reward: a relative estimator learns nothing from it."""
+        """True if all sessions have equal rewards, so that a relative estimator has no gradient."""
         return len(set(self.rewards())) < 2
 
 

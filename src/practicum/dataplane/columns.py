@@ -30,8 +30,8 @@ def field_of(name: str) -> Field:
     field = FIELDS.get(name)
     if field is None:
         near = get_close_matches(name, FIELDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}"
-        raise StoreError(f"there is no field {name!r}: {hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(FIELDS)}"
+        raise StoreError(f"unknown field {name!r}: {hint}")
     return field
 
 
@@ -154,9 +154,9 @@ def padding_batch(
     widths: Mapping[str, int],
     first: int = 0,
 ) -> tuple[BatchRef, dict[str, Column]]:
-    """`count` padding rows with these fields, for one put; their keys are numbered from `first`.
+    """Return `count` padding rows with these fields, for one put. Their keys are numbered from `first`.
 
-    `widths` gives the axes after the tokens by their letter in the fields table (D, K, H, L, E).
+    `widths` has the sizes of trailing axes by their letter in the fields table (D, K, H, L, E).
     """
     keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
     batch = BatchRef(partition, keys, (_TAGS,) * count)

@@ -1,4 +1,4 @@
-"""The one table of fields: what a row may hold, its type and shape, and who writes it.
+"""The table of fields: dtype, shape, writer, padding rule and clock of each.
 
 Everything that builds or checks a row is driven by this table. Rows are ragged and unpadded. The
 ragged axis is always the first one, so position ids of several axes are held as [P+R, D].
@@ -16,18 +16,18 @@ from practicum.errors import StoreError
 
 Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
 Clock = Literal["frozen", "behaviour", "learner"]
-"""Of which weights a field is: of none, so that it is valid for ever; of those that sampled its row; of those
-that the step trains, and valid in that step alone."""
+"""Validity of a field: independent of weights (always valid), of the weights that sampled its row, or of the
+weights that the step trains (valid in that step only)."""
 Padding = Literal["end_token", "zero", "positions", "empty"]
-"""What a padding row holds: the end token, zeros (false), positions from 0 on, an empty mapping."""
+"""Padding rules: the end token, zeros (false), positions from 0, an empty mapping."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column. `extent` says what its first axis counts; `trailing` are the axes after it.
+    """A column. `extent` is the meaning of its first axis, `trailing` has the other axes.
 
-    An axis is a letter, whose width follows from the recipe and its models, or a width.
-    `padding` is the rule by which padding rows are built; a field without one can't be padded.
+    An axis is a size, or a letter whose size follows from the recipe and its models. `padding` is the padding
+    rule, which is required for padding.
     """
 
     name: str
@@ -100,6 +100,6 @@ def register_field(field: Field) -> None:
         )
     if field.padding is None:
         known = ", ".join(get_args(Padding))
-        raise StoreError(f"field {field.name} has no padding rule: give it a padding= of {known}")
+        raise StoreError(f"field {field.name} has no padding rule: set padding= to {known}")
     if FIELDS.setdefault(field.name, field) != field:
-        raise StoreError(f"field {field.name} is there already: {FIELDS[field.name]}")
+        raise StoreError(f"field {field.name} already exists: {FIELDS[field.name]}")

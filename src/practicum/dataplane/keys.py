@@ -1,4 +1,4 @@
-"""A row's identity (Key) and what the controller knows of it (Tags)."""
+"""A row's identity (Key) and its metadata for the controller (Tags)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 Status = Literal["ready", "failed"]
 _NAMED = 3
-"""Rows that an error names."""
+"""Maximum rows that an error names."""
 
 
 class Key(NamedTuple):
@@ -30,7 +30,7 @@ def name_keys(keys: Sequence[Key]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Small typed facts about a row that the controller decides by.
+    """Small typed metadata of a row for the controller.
 
     Change with dataclasses.replace.
     """
@@ -55,17 +55,17 @@ class Tags:
     clients: tuple[str, ...] = ()
     """Path and client of each of them."""
     loop_reward: float | None = None
-    """The reward that the agent loop gave this trajectory; trajectories without one are scored."""
+    """Reward of this trajectory from the agent loop. Trajectories without one are scored."""
     reward: float | None = None
     """The reward of the whole session."""
     reward_parts: dict[str, float] | None = None
-    """What each reward function and model said of the session, before its weight."""
+    """Unweighted scores of the session from each reward function and model."""
     is_baseline: bool = False
     is_padding: bool = False
     step: int = 0
-    """The training step that rolled it out; 0 in evaluations."""
+    """Training step that rolled it out, or 0 in evaluations."""
     recorded: bool = False
-    """Whether the row is kept in the run's record, with all its columns."""
+    """True if the row is recorded with all its columns."""
     failure: str | None = None
     trace: str | None = None
     """The traceback of user code that raised in this session: reward, loop or tool."""

@@ -23,7 +23,7 @@ Side = Literal["sampling", "learning"]
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """A stage of a step: the fields it reads and writes, and who runs it. One with an effect always runs."""
+    """A stage: its reads, writes and ranks. Stages with an effect always run."""
 
     name: str
     reads: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class StageSpec:
     """Why this recipe rules the stage out, whatever its effect or readers, or empty if it does not."""
     side: Side = "learning"
     use: str = ""
-    """How the recipe names a stage of the user's."""
+    """Name of a custom stage in the recipe."""
     metrics: str = ""
     """Prefix of the metrics that it reports; its name by default."""
     completes: bool = False
@@ -77,14 +77,14 @@ class OwnStage:
         names = tuple(written if isinstance(written, str) else written.name for written in self.writes)
         if unknown := [name for name in names if name not in FIELDS]:
             near = get_close_matches(unknown[0], FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else "declare one of its own: writes=[Field(…)]"
+            hint = f"did you mean {near[0]}?" if near else "declare a custom field: writes=[Field(…)]"
             raise RecipeError("stages", f"{use!r}, which writes {unknown[0]!r}", "a field that exists", hint)
         return StageSpec(self.name, self.reads, names, "", self.ranks, True, self.about, use=use)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages that run, in order, and the skipped ones, each with a reason in words."""
+    """The stages that run, in order, and the skipped ones with reasons."""
 
     stages: tuple[StageSpec, ...]
     skipped: tuple[tuple[StageSpec, str], ...] = ()
@@ -198,7 +198,7 @@ def check_sides(plan: Plan) -> None:
                 f"stage {stage.name}",
                 f"{found} on the sampling side with rollout.lag {plan.lag}",
                 "a stage of the step that trains, or fields that are frozen or of the weights that sampled",
-                "what the learner computes is of its weights in one step: computed earlier, it is of others",
+                "the learner's fields depend on its weights in the step that trains",
             )
 
 

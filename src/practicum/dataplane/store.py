@@ -1,4 +1,4 @@
-"""The Store: where tensors are between the worker that made them and the one that needs them."""
+"""The Store: holds tensors between the worker that writes and the worker that reads them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Store(Protocol):
         ...
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
-        """Forget these rows, all of which must exist, or the whole partition, if it is there."""
+        """Remove these rows, which must exist, or the whole partition, if it exists."""
         ...
 
     def size(self, partition: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Models and tokenizers: loaded from a folder or a hub, or made tiny on the spot; the attention seam.
+"""Models and tokenizers: loaded from a folder or hub, or randomly initialised. Also the attention interface.
 
-The learner and the torch engine share one model object through what is here.
+The learner and the torch engine share one model object.
 """

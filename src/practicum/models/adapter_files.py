@@ -1,4 +1,4 @@
-"""Adapters as folders in PEFT's format, and what a checkpoint says of its adapter's base."""
+"""Read and write adapters in PEFT's format, and record an adapter's base in checkpoints."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:  # an extra
 
 WEIGHTS, ORIGIN, _BASE = "adapter_model.safetensors", "practicum.json", "base.json"
 PREFIX = "base_model.model."
-"""What PEFT's files put before the names of parameters."""
-_WHOLE = "a LoRA adapter in PEFT's format that is whole"
+"""Prefix of parameter names in PEFT's files."""
+_WHOLE = "a complete LoRA adapter in PEFT's format"
 _PLAIN = ("bias", "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication")
-"""PEFT's settings by which an adapter is more than products of two matrices."""
+"""PEFT settings of adapters that are more than products of two matrices."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of PEFT's ways to start an adapter that change the base too."""
+"""Prefixes of PEFT's initialisations that also change the base."""
 _MATTERS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-"""Settings that decide, with the weights, what an adapter does to its base."""
+"""Settings that, with the weights, determine an adapter's effect."""
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], base: str) -> None:
@@ -76,7 +76,7 @@ def merge_checkpoint(student: Path, weights: dict[str, Tensor], export: Path) ->
         raise PracticumError(
             f"the adapter in {student} was trained on another base: its fingerprint is {saved}, and that of "
             f"{described['model']['path'] or 'the made model'} is {base}\n"
-            "  → put the model that the run began with back in its place"
+            "  → restore the model that the run started from"
         )
     take_weights(model, weights.items())
     write_adapter(export / EXPORTED, model, weights, base)
@@ -98,12 +98,13 @@ class SavedAdapter:
 
     @classmethod
     def read(cls, named: str, key: str) -> SavedAdapter:
-        """Read its config and the header of its weights; a RecipeError if missing, damaged or unknown."""
+        """Read its config and the header of its weights. Raise RecipeError if missing, damaged or
+        unsupported."""
         folder = adapter_folder(named)
         if folder is None:
-            advice = "train the recipe that makes it first, or check the path"
+            advice = "train its recipe first, or check the path"
             if (Path(named).expanduser() / "config.json").is_file():
-                advice = f"this is a whole model: set {key.rpartition('.')[0]}.model to it, without adapter"
+                advice = f"this is a full model: set {key.rpartition('.')[0]}.model to it, and remove adapter"
             expected = f"a folder with {ADAPTER_CONFIG}, or an export, run folder or checkpoint of model.lora"
             raise RecipeError(key, named, expected, advice)
         with must_read(str(folder / ADAPTER_CONFIG), key, _WHOLE):
@@ -117,7 +118,7 @@ class SavedAdapter:
         digest.update(json.dumps({name: config.get(name) for name in _MATTERS}, sort_keys=True).encode())
         if (found := _unusual(config, shapes)) is not None:
             expected = "a LoRA adapter of the decoder's layers by two matrices for each weight"
-            advice = "merge it into a separate model, and set model to that in place of adapter"
+            advice = "merge it into a model, and use model instead of adapter"
             raise RecipeError(key, f"{folder} with {found}", expected, advice)
         return cls(key, folder, config, shapes, base, digest.hexdigest()[:16])
 
@@ -172,7 +173,7 @@ class SavedAdapter:
             raise RecipeError(self.key, found, _WHOLE, "write or copy the folder again")
 
     def _misfit(self, what: str, about: str) -> RecipeError:
-        advice = "take the model that it was trained on, or train it again on this one"
+        advice = "use the model that it was trained on, or train it again on this one"
         if teacher := self.key.rpartition(".")[0]:
             advice = f"set {teacher}.model to the model that it was trained on or, without adapter, to the "
             advice += "merged model; or train it again on this one"
@@ -180,7 +181,7 @@ class SavedAdapter:
 
 
 def _unusual(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> str | None:
-    """Return what makes an adapter more than products of two matrices in the decoder's layers, or None."""
+    """Return why an adapter is more than products of two matrices in the decoder's layers, or None."""
     if config.get("peft_type") != "LORA":
         return f"peft_type {config.get('peft_type')}"
     if other := next((name for name in _PLAIN if config.get(name) not in ("none", None, [], False)), None):

@@ -1,4 +1,4 @@
-"""The interface through which practicum lays out attention in any transformers model.
+"""Replace attention in any transformers model by practicum's packed attention.
 
 transformers calls a registered function in each attention layer. Ours passes queries, keys and values to the
 `Layout` given to the forward call: the learner's attends within packed sequences that share prompts, the
@@ -106,9 +106,9 @@ class _PaddedLayout:
 
 @contextmanager
 def laid_out(model: PreTrainedModel, layout: Layout, tokens: int) -> Iterator[Layout]:
-    """Inside, the model's layers compute this many packed tokens that lie like this, and padding after them.
+    """Inside the context, the model's layers compute packed tokens with this layout, followed by padding.
 
-    If activations are recomputed in the backward pass, that belongs inside too.
+    With recomputed activations, the backward pass must be inside too.
     """
     rows, seam = padded_tokens(tokens, mlp_width(model)), seam_of(model)
     seam.layout = layout if tokens == rows else _PaddedLayout(layout, tokens, rows)
@@ -199,7 +199,7 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, *, copy: bool = True) -> OutputHead:
-        """Return a copy of the model's head, which later changes of the model do not reach; or the head."""
+        """Return the model's head, or a copy that later changes of the model do not affect."""
         head: Any = _head(model)
         parts = (None if x is None else x.detach() for x in (head.weight, getattr(head, "bias", None)))
         weight, bias = (x.clone() if copy and x is not None else x for x in parts)
@@ -207,7 +207,7 @@ class OutputHead:
         return cls(weight, bias, LogitScalings.of(model))
 
     def logits(self, hidden_MH: Tensor) -> Tensor:
-        """Return logits [M, V] as the model itself computes them (see `head_logits`)."""
+        """Return the model's logits [M, V] (see `head_logits`)."""
         padded_MH = pad_rows(hidden_MH.to(self.weight.dtype))
         logits_MV = product(padded_MH, self.weight, self.bias)
         return self.scalings.apply(logits_MV[: len(hidden_MH)])

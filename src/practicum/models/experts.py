@@ -1,10 +1,10 @@
-"""Which experts tokens take in a mixture-of-experts model: recorded in one forward, replayed in another.
+"""Record the experts of tokens in a mixture-of-experts model, and replay them in another forward pass.
 
-An engine and a learner compute the same router logits up to rounding, and near a tie they pick other experts:
-then their logprobs differ by more than rounding. A learner that replays the engine's experts does not.
-A router is replayed if a `Rule` reproduces its weights. Models with other routers route by themselves
-everywhere. What is recorded and replayed sits on the routers, not in a thread: a backward pass
-may recompute a layer in another one.
+Engine and learner compute equal router logits up to rounding, but near a tie they choose different experts,
+and logprobs differ by more than rounding. Replaying the engine's experts in the learner prevents this. A
+router can be replayed if a `Rule` reproduces its weights. Others are neither recorded nor replayed. The state
+is stored on the routers rather than in a thread, because a backward pass may recompute a layer in another
+thread.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class _RouterHook:
     layer: int
     rule: Rule
     width: int = LANES
-    """Width of the model's layers, by which packed tokens are padded."""
+    """Width of the model's layers, which determines the padding of packed tokens."""
     taken: list[Tensor] | None = None
     replay: Tensor | None = None
-    """Experts to take [N, E]; -1: the router's own choice."""
+    """Experts to replay [N, E]. -1 is the router's choice."""
     moved: RouteChanges | None = None
 
 
 @dataclass(eq=False, slots=True)
 class RecordedRoutes:
-    """Experts that tokens took, while they are recorded."""
+    """Recorded experts."""
 
     layers: list[list[Tensor]]
 
@@ -80,7 +80,7 @@ class RecordedRoutes:
 
 @dataclass(eq=False, slots=True)
 class RouteChanges:
-    """How a forward with replayed experts would have chosen by itself."""
+    """The router's choices in a forward pass with replayed experts."""
 
     layers: dict[int, Tensor] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ class Routes:
 
     @contextmanager
     def record(self) -> Iterator[RecordedRoutes]:
-        """Note which experts each token of the forward calls inside takes."""
+        """Record the experts of each token in forward passes inside the context."""
         taken = RecordedRoutes([[] for _ in self._hooks])
         for hook, calls in zip(self._hooks, taken.layers, strict=True):
             hook.taken = calls
@@ -114,10 +114,11 @@ class Routes:
 
     @contextmanager
     def replay(self, experts_NLE: Tensor) -> Iterator[RouteChanges]:
-        """Have the forward inside take these experts, weighted by the routers' own probabilities of them.
+        """Replay these experts in the forward pass inside the context, weighted by the routers'
+        probabilities.
 
-        A token with -1 takes those that its router chooses. If activations are recomputed in the backward
-        pass, that belongs inside too.
+        Tokens with -1 use the router's choice. With recomputed activations, the backward pass must be inside
+        too.
         """
         if experts_NLE.shape[1:] != (self.layers, self.per_token):
             raise EngineError(
@@ -215,7 +216,7 @@ def _rule_of(router: Any) -> Rule | None:
 
 
 def _routed(router: nn.Module, args: Any, output: Any) -> tuple[Tensor, ...] | None:
-    """Return a router's output with replayed experts in place of its own; None leaves it as it is."""
+    """Return a router's output with replayed experts, or None to leave it unchanged."""
     hook: _RouterHook = getattr(router, _HOOK)
     if hook.taken is None and hook.replay is None:
         return None

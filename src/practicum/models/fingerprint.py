@@ -1,4 +1,4 @@
-"""The fixed token sequence by which two copies of a model are compared."""
+"""The fixed token sequence for comparing two copies of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ LENGTH = 16
 
 
 def fingerprint_ids(vocab_size: int, length: int = LENGTH) -> list[int]:
-    """Token ids spread over the vocabulary, a function of its size alone; the first 16 if nothing is said.
+    """Return token ids spread over the vocabulary, which depend only on its size. The default length is 16.
 
     A model's fingerprint is the float32 logprobs [length - 1] of ids[1:], each given all ids before it,
     at temperature 1. Learner and engine compute it each by their own path.

@@ -1,4 +1,4 @@
-"""HuggingFace's hub: whether it can be reached. Asked once per process and answered within two seconds."""
+"""Check once per process, within two seconds, if the HuggingFace hub can be reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEADLINE_S = 1.5
 
 
 def is_unreachable(source: str) -> bool:
-    """Return True if a folder or hub name is not here and the hub does not answer.
+    """Return True if a model is neither a folder nor cached, and the hub does not respond.
 
     Then HuggingFace's libraries look into their caches only, where they would wait and try again.
     """

@@ -1,4 +1,4 @@
-"""Models from a folder, a hub or nowhere, ready for packed attention."""
+"""Load models from a folder or hub, or initialise them randomly, and prepare them for packed attention."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def ready(model: PreTrainedModel, device: torch.device, *, move: bool = True) ->
 
 
 def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
-    """Return longest sequence and width of the output, as far as the config says; loads no weights."""
+    """Return maximum sequence length and output width from the config, without loading weights."""
     if spec.random_init is not None:
         return spec.random_init.context, tokens
     assert spec.path is not None
@@ -162,7 +162,7 @@ def model_facts(spec: Model, tokens: int) -> tuple[int | None, int | None]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence the model was made for, if its config says."""
+    """Return the model's maximum sequence length, or None if its config has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -171,7 +171,7 @@ def stop_ids(
     tokenizer: PreTrainedTokenizerBase,
     more: Sequence[str] = (),
 ) -> frozenset[int]:
-    """Return the tokens that end an answer: of the tokenizer, the generation config and the recipe."""
+    """Return the stop tokens of tokenizer, generation config and recipe."""
     declared = getattr(generation, "eos_token_id", None)
     ids: list[Any] = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     for text in more:

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: small trained matrices beside the frozen linear layers of a model, its base.
+"""LoRA with PEFT: low-rank trained matrices on the frozen linear layers of a model, its base.
 
 `add_adapter` puts PEFT's layers around the model's own, so the model keeps its class, its attention and its
 norms; `load_model.ready` is called after it. The base is never written to: with the adapter off it computes
@@ -83,16 +83,16 @@ def trained_names(model: nn.Module) -> frozenset[str] | None:
 
 
 def describe_adapter(model: nn.Module) -> str:
-    """Return the size of the adapter, in a sentence."""
+    """Describe the size of the adapter."""
     trained = sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
     share = trained / sum(p.numel() for p in model.parameters())
     layers = len(list(adapted_layers(model)))
-    return f"adapter: {trained / 1e6:,.2f}M of them are trained ({share:.1%}), beside {layers} weights"
+    return f"adapter: {trained / 1e6:,.2f}M trained parameters ({share:.1%}) on {layers} weights"
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base alone; nobody else may use it meanwhile."""
+    """Disable the adapter inside the context. The model must not be used concurrently."""
     peft.turn_adapter(model, off=True)
     try:
         yield

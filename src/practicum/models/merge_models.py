@@ -88,7 +88,7 @@ def join_adapters(saved: Sequence[SavedAdapter], weights: Sequence[float]) -> tu
         if name := next((name for name in odd if adapter.config.get(name)), None):
             raise PracticumError(
                 f"{adapter.folder} has {name}, and ranks of such adapters can't be joined\n"
-                "  → merge the models of their exports: give EXPORT folders and --base"
+                "  → merge their exported models: pass EXPORT folders and --base"
             )
     ranks = [int(adapter.config["r"]) for adapter in saved]
     held = [adapter.weights() for adapter in saved]

@@ -31,7 +31,7 @@ from practicum.models.hub import is_unreachable, not_found
 from practicum.models.vision import is_vision
 
 KEPT = 192
-"""How many are remembered."""
+"""Size of the cache."""
 _TOKENIZERS = "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
 """Names of tokenizers' files."""
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -39,7 +39,7 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 @contextmanager
 def must_read(source: str, key: str, expected: str) -> Iterator[None]:
-    """Turn errors of the block, which reads `source`, into a RecipeError about `key`."""
+    """Turn errors inside the context, which reads `source`, into a RecipeError about `key`."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -72,7 +72,7 @@ def require_tokenizer(source: str, key: str) -> None:
 
 
 def read_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder or hub name; OSError or ValueError if there is none, as below."""
+    """Load the tokenizer of a folder or hub name. Raise OSError or ValueError without one."""
     return _read(AutoTokenizer, source, _stamp(source))
 
 
@@ -93,7 +93,7 @@ def read_generation(source: str) -> Any:
 
 
 def _stamp(source: str) -> tuple[int, ...]:
-    """Tell versions of a folder apart, or empty for a hub name, which is not waited for without a network."""
+    """Return a version stamp of a folder, or an empty one for a hub name."""
     is_unreachable(source)
     folder = Path(source).expanduser()
     return tuple(file.stat().st_mtime_ns for file in sorted(folder.glob("*.json")))

@@ -99,7 +99,7 @@ class _Block:
 class _LongBlocks(torch.autograd.Function):
     """Blocks with many keys: writes their outputs into those of the others [N, heads x D].
 
-    It keeps inputs and outputs for the gradient; blocks are gathered anew.
+    Saves inputs and outputs for the gradient, and gathers blocks again in the backward pass.
     """
 
     @staticmethod

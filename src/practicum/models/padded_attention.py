@@ -19,24 +19,24 @@ from practicum.cpu import long_attention
 from practicum.cpu.batch_invariance import KEY_BLOCK, ROWS
 
 SCORES_AT_ONCE = 2**24
-"""Products of queries and keys that are held at once where no kernel does without holding them."""
+"""Maximum attention scores in memory, for devices without a fused kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a layer weighs keys."""
+    """Attention settings of a layer."""
 
     scale: float
     window: int | None = None
-    """How many tokens a token sees, itself and those before it; None: all."""
+    """Window size including the token itself, or None for full attention."""
     softcap: float | None = None
-    """Scores approach this number, and its negative, but don't pass them."""
+    """Soft cap of the scores."""
     sinks: Tensor | None = None
     """Scores [heads] of a key that takes weight and has no value."""
 
     @property
     def is_written_out(self) -> bool:
-        """True if no kernel knows it."""
+        """True if no fused kernel supports it."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -146,7 +146,7 @@ def backward(
     sums: Tensor | None,
     rule: AttentionRule,
 ) -> list[Tensor]:
-    """Return gradients of query, k, v and sinks, if there are any, from those of `attend_long`'s output."""
+    """Return gradients of query, k, v and optional sinks from the gradient of `attend_long`'s output."""
     if sums is not None:
         return long_attention.backward(rows.first_B, grad, inputs, (out, sums), rule.scale, rule.window)
     query, *shared = inputs if rule.sinks is None else (*inputs, rule.sinks)

@@ -1,4 +1,4 @@
-"""How images become a model's inputs: transformers' own processors, made from code or read from folders."""
+"""Convert images to model inputs with transformers' processors, created in code or loaded from folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 VISION: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 1}
-"""How the made vision models cut pictures: an image token stands for 8 × 8 pixels."""
+"""Image settings of random vision models: an image token stands for 8 × 8 pixels."""
 _PIXELS: dict[str, Any] = {"min_pixels": 8 * 8, "max_pixels": 64 * 64}
 VISION_SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _CHAT = (
@@ -58,7 +58,7 @@ def load_processor(spec: Model, tokenizer: PreTrainedTokenizerBase) -> Processor
     if spec.random_init is not None:
         if spec.random_init.family != "qwen2_5_vl":
             return None
-        _require_image_token(tokenizer, "model.tokenizer", spec.tokenizer or "the made tokenizer")
+        _require_image_token(tokenizer, "model.tokenizer", spec.tokenizer or "the built-in tokenizer")
         return make_processor(tokenizer)
     assert spec.path is not None
     return read_processor(spec.path, tokenizer) if is_vision(read_config(spec.path)) else None

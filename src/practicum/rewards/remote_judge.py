@@ -64,7 +64,7 @@ class RemoteJudge(Client, Judge):
             with self.recipe_errors("a question"):
                 await self._reply(case)
             return "replies to prompts"
-        with self.recipe_errors("to classify"):
+        with self.recipe_errors("classification"):
             plain = await self._outputs(case, activation=False)
             check_label(self.path, self.spec.label, len(plain))
             active = await self._outputs(case, activation=True)

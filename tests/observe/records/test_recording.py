@@ -193,7 +193,7 @@ def test_a_record_is_read_up_to_its_last_whole_line_and_followed(whole_run: Path
     assert record.rows() == []
 
 
-def test_what_cannot_be_read_of_a_record_is_told_and_left_out(whole_run: Path, tmp_path: Path):
+def test_what_cannot_be_read_of_a_record_is_reported_and_left_out(whole_run: Path, tmp_path: Path):
     shutil.copytree(whole_run, tmp_path / "run")
     folder = tmp_path / "run" / "record"
     heads = (folder / "local-0.jsonl").read_text().splitlines()

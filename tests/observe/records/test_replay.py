@@ -105,5 +105,5 @@ def test_what_cannot_be_replayed_is_a_sentence(whole_run: Path, tmp_path: Path):
     with pytest.raises(PracticumError, match=r"needs the checkpoint of step 1, but .* has checkpoints of 2"):
         replay_step(copy, 2)
     some = recorded_run(tmp_path / "some", "track.record=1", "train.steps=1")
-    with pytest.raises(PracticumError, match=r"track.record: 1\): a replay needs all"):
+    with pytest.raises(PracticumError, match=r"track.record: 1\), and a replay needs all"):
         replay_step(some, 1)

@@ -64,7 +64,7 @@ def test_thinned_curves_keep_the_mean_and_the_extremes(values: list[float], poin
     assert found["steps"] == sorted(set(found["steps"]))
 
 
-def test_numbers_that_are_not_finite_are_told_and_not_drawn():
+def test_numbers_that_are_not_finite_are_reported_and_not_drawn():
     found = thin(np.arange(3), np.asarray([1.0, np.nan, np.inf]), 10)
     assert json.loads(to_json(found))["values"] == [1.0, None, None]
     assert found["odd"] == [[1, "nan"], [2, "inf"]]

@@ -187,7 +187,7 @@ def test_runs_are_found_below_runs_and_named_apart(tmp_path: Path, monkeypatch: 
     assert [run.id for run in name_runs([tmp_path / "runs/c", tmp_path / "runs/c"])] == ["c"]
 
 
-def test_a_port_in_use_is_told_and_the_usual_one_gives_way():
+def test_a_port_in_use_is_reported_and_the_usual_one_gives_way():
     with listen(0) as bound:
         port = bound.getsockname()[1]
         with pytest.raises(PracticumError, match=f"port {port} .* --port"):

@@ -94,7 +94,7 @@ def test_an_exit_code_is_a_failure_with_the_last_words():
     assert "exit code 1: no luck" in ended.failure
 
 
-def test_a_program_without_turns_or_that_can_not_start_is_told():
+def test_a_program_without_turns_or_that_can_not_start_is_reported():
     assert "no trajectory" in str(attempt({"command": ["true"]}).failure)
     with pytest.raises(RecipeError) as raised:
         attempt({"command": ["/no/such/program"]})

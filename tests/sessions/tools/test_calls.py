@@ -97,7 +97,7 @@ def test_an_argument_may_hold_tags_brackets_and_line_breaks():
         ('{"name": "a", "arguments": "[]"}', "must be a mapping"),
     ],
 )
-def test_broken_json_calls_are_told(block: str, reason: str):
+def test_broken_json_calls_are_reported(block: str, reason: str):
     told = reason_of(f"<tool_call>{block}</tool_call>", "json")
     assert reason in told
     assert len(told) < 300
@@ -127,7 +127,7 @@ def test_plain_calls(text: str, tools: tuple[Tool, ...], call: Call):
     assert read_calls(text, "plain", tools) == [call]
 
 
-def test_broken_plain_calls_are_told():
+def test_broken_plain_calls_are_reported():
     assert "no tool is named 'abacus'" in reason_of("[abacus: 1]", "plain")
     assert "calculator, clock, search" in reason_of("[12+30]", "plain")
     assert reason_of("[clock: now]", "plain") == "clock takes no text."

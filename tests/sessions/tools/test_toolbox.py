@@ -108,20 +108,20 @@ def test_arguments_are_put_into_their_types(given_days: Any, days: int):
         ({"city": "a", "exact": 1}, "parameter exact must be true or false, found 1."),
     ],
 )
-def test_bad_arguments_are_told_by_name(arguments: dict[str, Any], sentence: str):
+def test_bad_arguments_are_reported_by_name(arguments: dict[str, Any], sentence: str):
     box = toolbox_of(":weather")
     assert asyncio.run(box.run("weather", arguments)) == ToolOutcome(sentence, False)
     assert box.errors == 1
 
 
-def test_an_unknown_tool_is_told_with_the_known_ones():
+def test_an_unknown_tool_is_reported_with_the_known_ones():
     box = toolbox_of("calculator", ":clock")
     assert ran(box, "abacus") == ToolOutcome(
         "no tool is named 'abacus': the tools are calculator, clock.", False
     )
 
 
-def test_a_functions_failure_is_told():
+def test_a_functions_failure_is_reported():
     box = toolbox_of(":broken", ":refusing")
     assert ran(box, "broken", text="tea") == ToolOutcome("broken raised ValueError: no tea today", False)
     assert ran(box, "refusing", text="tea") == ToolOutcome("ask me something else.", False)
@@ -138,7 +138,7 @@ def test_text_that_no_tokenizer_takes_is_mended():
     assert ran(toolbox_of(":surrogate"), "surrogate", text="a") == ToolOutcome("?a", True)
 
 
-def test_mistakes_in_the_recipe_are_told_where_they_are():
+def test_mistakes_in_the_recipe_are_reported_where_they_are():
     unknown = problem("python", "calcullator")
     assert unknown.path == "agent.tools[1].use"
     assert unknown.suggestion == "did you mean calculator?"

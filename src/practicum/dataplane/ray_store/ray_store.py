@@ -130,7 +130,7 @@ class RayStore:
         except ObjectStoreFullError as error:
             raise StoreError(
                 f"Ray's object store on this node has no room for a put of {packed.nbytes / 2**20:.0f} MiB: "
-                "give it more (--object-store-memory of ray start, and runtime.address), or cut the "
+                "raise it (--object-store-memory of ray start, and runtime.address), or reduce the "
                 "batch"
             ) from error
 
