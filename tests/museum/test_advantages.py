@@ -62,6 +62,19 @@ def test_sessions_of_one_prompt_in_groups_of_their_own(monkeypatch: pytest.Monke
         take_steps("plain")
 
 
+def test_prompts_with_equal_texts_in_one_group(monkeypatch: pytest.MonkeyPatch):
+    """NVIDIA-NeMo/Gym#4013: sessions were grouped by the text of their prompt, so prompts with equal texts
+    were one group."""
+    assert passes("plain")
+
+    def by_text(role: Any, columns: Any, mask_N: Any, session_N: Any, prompts: list[int], step: Any) -> Any:
+        return _ESTIMATE(role, columns, mask_N, session_N, [0] * len(prompts), step)
+
+    monkeypatch.setattr(AdvantageRole, "_estimate", by_text)
+    with pytest.raises(CheckError, match=r"check advantages: "):
+        take_steps("plain")
+
+
 def test_rewards_of_other_rows(monkeypatch: pytest.MonkeyPatch):
     """verl-project/verl#2185: rows were put into another order for the learner, and rewards were not."""
     assert passes("plain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from practicum.sessions.chat import Chat
 from practicum.sessions.endpoint.agent_session import AgentSession
 from practicum.sessions.session import Trajectory
 
-from ..sessions.endpoint.driven import TOKENIZER, TOOL, Running, Writer, chat_session, user, with_agent
+from ..sessions.endpoint.driven import CALL, TOKENIZER, TOOL, Running, Writer, chat_session, user, with_agent
 
 OPENING = [user("1+2?")]
 TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
@@ -67,3 +68,72 @@ def test_a_branch_that_ends_when_another_goes_on(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(AgentSession, "_finished", forgets)
     assert sum(t.breaks for t in talk(3, sub_agent=True)) == 4
+
+
+def ask_thrice(*, equal: bool = False, calls: bool = False) -> None:
+    """Ask the same three times, or in streams with tool calls, or go on from a text that the client rewrote.
+
+    The tokens that are trained are compared with those that were sampled.
+    """
+    writer = Writer(texts=[f"so {CALL}"] if calls else ["ab", "b a"])
+
+    async def client(running: Running) -> None:
+        messages = list(OPENING)
+        for number in range(3):
+            tools = TOOLS if calls else []
+            asked = {"messages": messages, "tools": tools, "stream": calls}
+            assert (await running.post("chat/completions", asked)).status_code == 200
+            if not equal:
+                messages = [*messages, {"role": "assistant", "content": f"a summary {number}"}, user("go on")]
+
+    trajectories = with_agent(chat_session(writer), client)
+    trained = sorted(turn for trajectory in trajectories for turn in trajectory.sampled())
+    assert trained == sorted(turn.tokens for turn in writer.sampled), "sampled tokens are not trained"
+
+
+def test_equal_requests_of_which_one_is_kept(monkeypatch: pytest.MonkeyPatch):
+    """microsoft/agent-lightning#573: of requests with equal prompts the last was kept, as if the others were
+    its retries: the siblings of best-of-n were lost."""
+    ask_thrice(equal=True)
+    end = AgentSession.end
+
+    async def last_of_equal(self: AgentSession) -> list[Trajectory]:
+        return list({tuple(t.prompt_ids): t for t in await end(self)}.values())
+
+    monkeypatch.setattr(AgentSession, "end", last_of_equal)
+    with pytest.raises(AssertionError, match="sampled tokens are not trained"):
+        ask_thrice(equal=True)
+
+
+def test_tokens_of_streamed_tool_calls_that_are_lost(monkeypatch: pytest.MonkeyPatch):
+    """microsoft/agent-lightning#326, vllm-project/vllm#27482: of streamed turns with tool calls, the tokens
+    came without those that the parser of the calls had taken."""
+    ask_thrice(calls=True)
+    finished = AgentSession._finished
+
+    def parsed(self: AgentSession, request: Any, place: Any, turn: Any, depth: int) -> Any:
+        state, reply = finished(self, request, place, turn, depth)
+        pieces = place.session.trajectory.pieces
+        kept = len(TOKENIZER.encode(reply.text))
+        pieces[-1] = replace(pieces[-1], ids=pieces[-1].ids[:kept], logprobs=pieces[-1].logprobs[:kept])
+        return state, reply
+
+    monkeypatch.setattr(AgentSession, "_finished", parsed)
+    with pytest.raises(AssertionError, match="sampled tokens are not trained"):
+        ask_thrice(calls=True)
+
+
+def test_turns_before_a_rewritten_context_that_are_masked(monkeypatch: pytest.MonkeyPatch):
+    """rllm-org/rllm#352: where a request did not extend the tokens so far, these were masked with a
+    warning."""
+    ask_thrice()
+    note = AgentSession._note_difference
+
+    def masks(self: AgentSession, *given: Any) -> None:
+        for trajectory in self.session.trajectories:
+            trajectory.pieces = [replace(piece, sampled=False) for piece in trajectory.pieces]
+        note(self, *given)
+
+    monkeypatch.setattr(AgentSession, "_note_difference", masks)
+    with pytest.raises(AssertionError, match="sampled tokens are not trained"):
+        ask_thrice()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from practicum.cli import app
 from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.recipe.user_functions import import_function
 from practicum.trainer.run import train_loaded
 
@@ -132,7 +133,9 @@ def test_models_and_loops_and_tools_are_found_too_but_not_a_servers_name(tmp_pat
     assert recipe.model.path == str(folder / "student")
     assert [recipe.teachers[name].model for name in "ab"] == [str(folder / "teacher"), "teacher"]
     assert recipe.teachers["b"].tokenizer == str(folder / "student")
-    assert recipe.agent.loop == recipe.agent.tools[0].use == f"{folder}/scores_of_mine:score"
+    (tool,) = recipe.agent.tools
+    assert isinstance(tool, ToolSection)
+    assert recipe.agent.loop == tool.use == f"{folder}/scores_of_mine:score"
 
 
 def test_modules_of_one_name_in_two_folders_are_reported_apart(tmp_path: Path):

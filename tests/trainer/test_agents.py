@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx2
 import pytest
 
 from practicum.sessions.endpoint.programs import AgentTask
+from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
 
 from .recipes import TINY, tiny
@@ -41,14 +43,36 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     kept = [
         {k: v for k, v in row.items() if not k.startswith(("time/", "agent/"))} for row in metrics_of(folder)
     ]
-    return [{k: v for k, v in row.items() if "per_second" not in k} for row in kept]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in kept]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_an_agent_of_one_turn_trains_as_the_built_in_loop(lag: int, tmp_path: Path):
-    for name, loop in (("built_in", "single_turn"), ("agent", {"function": f"{HERE}:asks"})):
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lag": {"rollout": TINY["rollout"] | {"lag": 1}},
+    "lora and a teacher": {
+        "model": TINY["model"] | {"lora": {"rank": 4}},
+        "teachers": {"old": {"student": {"every": 2}}},
+        "distill": {"signal": "sampled", "divergence": "k1_straight"},
+    },
+}
+ASKS = """
+import json, urllib.request
+def asks(task):
+    body = json.dumps({"messages": task.messages, "temperature": 0.2}).encode()
+    headers = {"authorization": "Bearer " + task.api_key, "user-agent": "python-httpx2"}
+    urllib.request.urlopen(urllib.request.Request(task.base_url + "/chat/completions", body, headers)).read()
+"""
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_agent_of_one_turn_trains_as_the_built_in_loop(kind: str, tmp_path: Path):
+    function = {"function": f"{HERE}:asks"}
+    if kind == "lora and a teacher":
+        (tmp_path / "asking.py").write_text(ASKS)
+        function = {"function": f"{tmp_path}/asking:asks", "python": sys.executable}
+    for name, loop in (("built_in", "single_turn"), ("agent", function)):
         (tmp_path / name).mkdir()
-        sections = {"agent": {"loop": loop}, "reward": REWARD, "rollout": TINY["rollout"] | {"lag": lag}}
+        sections = {"agent": {"loop": loop}, "reward": REWARD} | RUNS[kind]
         train_loaded(tiny(tmp_path / name, **sections), tmp_path / name / "run")
     runs = [tmp_path / name / "run" for name in ("built_in", "agent")]
     assert numbers(runs[0]) == numbers(runs[1])
@@ -58,6 +82,25 @@ def test_an_agent_of_one_turn_trains_as_the_built_in_loop(lag: int, tmp_path: Pa
     assert (last["agent/requests"], last["agent/overridden/temperature"]) == (16, 16)
     (client,) = {request for sample in samples_of(tmp_path / "agent") for request in sample["requests"]}
     assert client.startswith("chat/completions python-httpx")
+
+
+async def calls_a_tool(session: Session) -> tuple[None, float]:
+    """A loop that has the MCP server add its prompt's number and one."""
+    await session.generate()
+    outcome = await session.tool("add", {"a": session.prompt.uid})
+    return None, float(outcome.text) - session.prompt.uid + session.index
+
+
+def test_tools_of_an_mcp_server_end_with_the_run(tmp_path: Path):
+    pids = tmp_path / "pids"
+    server = [sys.executable, str(Path(__file__).parents[1] / "sessions/tools/mcp_server.py"), str(pids)]
+    agent = {"loop": f"{HERE}:calls_a_tool", "tools": [{"mcp": {"command": server}, "timeout_s": 60}]}
+    train_loaded(tiny(tmp_path, agent=agent, train=TINY["train"] | {"steps": 2}), tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")[1:]
+    assert [(row["rollout/tool_calls"], row["rollout/tool_errors"]) for row in rows] == [(1.0, 0.0)] * 2
+    assert {row["reward/mean"] for row in rows} == {2.5}
+    assert len(pids.read_text().split()) == 2  # one for the list of its tools
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())
 
 
 def test_a_resumed_run_of_an_agent_is_the_run_that_was_not_stopped(

@@ -46,7 +46,7 @@ def resume(folder: Path, *options: str) -> Result:
         ("train.optimizer=my:optimizer", "holds the state of the other optimizer"),
         ("algorithm.kl={place: reward, target: 0.1}", "an adapted weight is part of every checkpoint"),
         ("critic={lr: 1e-3}", "a critic's weights and optimizer state are part of every checkpoint"),
-        ("seed=4", "the prompts differ from the checkpoint: the seed"),
+        ("seed=4", "the prompts differ from the checkpoint's: the seed"),
         ("tasks.copy.weight=3", "the prompts differ from the checkpoint"),
     ],
 )

@@ -16,6 +16,7 @@ _FILES = """
     model.path model.tokenizer algorithm.kl.reference
     tasks.*.file tasks.*.file.* tasks.*.eval_file tasks.*.eval_file.* tasks.*.dataset
     teachers.*.model teachers.*.adapter teachers.*.tokenizer reward.models.*.model agent.loop.command.*
+    agent.loop.python agent.tools.*.mcp.command.*
 """
 """Keys whose values are files, patterns of files, or folders of models and datasets."""
 _FUNCTIONS = """
@@ -54,7 +55,7 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
         first, second = (here, near) if origin.kind == "--set" else (near, here)
         taken = first or second
         # A module in neither folder is installed, and a command's argument need not be a file.
-        if taken is None and not (is_function or path.startswith("agent.loop.command")):
+        if taken is None and not (is_function or ".command." in path):
             sentences.append(f"{path}: {written} is neither beside the recipe nor in the working directory")
         if taken is None:
             continue

@@ -181,7 +181,8 @@ class RewardRole:
         rewards_B, placed_B, tags = torch.zeros(len(batch)), torch.zeros(len(batch)), {}
         for name, rows in sessions.items():
             given = [batch.tags[i].loop_reward or 0.0 for i in rows]
-            result = results.get(name) or RewardResult(sum(given), {LOOP: sum(given)})
+            parts = batch.tags[rows[-1]].reward_parts or {LOOP: sum(given)}
+            result = results.get(name) or RewardResult(sum(given), parts)
             # A failed reward that is only logged does not exclude the row from distillation.
             failed = result.reward is None and self._learnt
             for i in rows:

@@ -405,6 +405,7 @@ class SessionRunner:
                 clients=trajectory.clients,
                 trace=trajectory.trace,
                 loop_reward=ended.result.row_rewards()[i],
+                reward_parts=trajectory.reward_parts,
             )
             rows.append(SessionRow(Key(prompt.uid, attempt.session, i), tags, trajectory))
         return rows

@@ -74,6 +74,8 @@ class Trajectory:
     """Reward of this trajectory, if the loop set one."""
     trace: str | None = None
     """Traceback of the first custom tool that raised."""
+    reward_parts: dict[str, float] | None = None
+    """Parts of the session's reward by name, on its last trajectory."""
     requests: dict[str, int] | None = None
     """Counts of the session's HTTP requests, on its last trajectory."""
     clients: tuple[str, ...] = ()

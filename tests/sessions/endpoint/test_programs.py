@@ -204,3 +204,71 @@ def test_the_environment_of_a_program_has_both_clients_variables():
     program = f"\nassert all(os.environ[n] for n in {names})\nask([{{'role': 'user', 'content': '1+2?'}}])"
     assert attempt(python(program)).failure is None
     assert "OPENAI_BASE_URL" not in os.environ
+
+
+SOLVER = (
+    ASK
+    + """
+import asyncio
+print("not a reply")
+def ask_for(task):
+    print("nor this")
+    return ask(task.messages, task.api_key, task.base_url)
+def solves(task):
+    ask_for(task)
+    return {"reward": 0.5, "parts": {"form": 1, "content": 0.0}}
+async def waits(task):
+    await asyncio.to_thread(ask_for, task)
+def raises(task): raise ValueError("odd")
+def dies(task): os._exit(3)
+def returns_nonsense(task):
+    ask_for(task)
+    return {"reward": 1.0, "parts": {"form": "x"}}
+async def hangs(task):
+    try:
+        await asyncio.sleep(600)
+    finally:
+        open("cancelled", "w").close()
+"""
+)
+
+
+@pytest.fixture
+def solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, str]]:
+    """Loops of functions in a file that only another Python process imports."""
+    (tmp_path / "solver.py").write_text(
+        SOLVER.replace('key=os.environ["OPENAI_API_KEY"], url=os.environ["OPENAI_BASE_URL"]', "key, url")
+    )
+    monkeypatch.chdir(tmp_path)
+    return lambda name: {"function": f"{tmp_path}/solver:{name}", "python": sys.executable}
+
+
+def test_a_function_runs_in_another_python(solver: Callable[[str], dict[str, str]]):
+    ended = attempt(solver("solves"))
+    assert ended.result is not None
+    assert ended.result.reward == 0.5
+    assert ended.result.trajectories[-1].reward_parts == {"form": 1.0, "content": 0.0}
+    ended = attempt(solver("waits"))
+    assert ended.result is not None
+    assert ended.result.reward is None
+    assert "solver" not in sys.modules
+
+
+def test_what_goes_wrong_in_another_python_is_the_sessions_failure(
+    solver: Callable[[str], dict[str, str]], tmp_path: Path
+):
+    assert "ValueError: odd" in str(attempt(solver("raises")).failure)
+    assert "exit code 3" in str(attempt(solver("dies")).failure)
+    assert "parts" in str(attempt(solver("returns_nonsense")).failure)
+    assert "deadline_s" in str(attempt(solver("hangs"), deadline_s=1.0).failure)
+    assert _becomes((tmp_path / "cancelled").exists, 10)
+
+
+def test_another_python_that_can_not_run_the_function_is_refused(solver: Callable[[str], dict[str, str]]):
+    for loop, path in (
+        (solver("missing"), "function"),
+        ({**solver("solves"), "python": "/no/python"}, "python"),
+    ):
+        with pytest.raises(RecipeError) as raised:
+            attempt(loop)
+        assert raised.value.path == f"agent.loop.{path}"

@@ -68,6 +68,19 @@ class ToolSection(Section):
     timeout_s: float = key(5.0, "Time limit of a call in seconds (not for calculator).", _LIMITED, gt=0)
 
 
+class McpServer(Section):
+    """A server of tools that speaks MCP on its standard input and output."""
+
+    command: list[str] = key(..., "Program and arguments.", min_length=1)
+
+
+class McpSection(Section):
+    """The tools of an MCP server (extra mcp)."""
+
+    mcp: McpServer = key(..., "{command: [...]}: the server, started with the run.")
+    timeout_s: float = key(5.0, "Time limit of a call in seconds.", gt=0)
+
+
 class Retry(Section):
     """Retry failed sessions."""
 
@@ -84,15 +97,20 @@ def _tool(value: Any) -> Any:
 BUILTIN_LOOPS = ("single_turn", "tool_use", "retry", "compress")
 
 
-def _read_by(*loops: str) -> ReadWhen:
-    """Return a rule: read by these built-in loops, and by all custom loops."""
+def _read_by(*loops: str, over_http: bool = False) -> ReadWhen:
+    """Return a rule: read by these built-in loops, by all custom loops, and perhaps by agents over HTTP."""
     advice = f"remove it, or set agent.loop to one that reads it: {', '.join(loops)}"
     others = {*BUILTIN_LOOPS} - {*loops}
-    return read_if(lambda recipe: recipe.agent.loop not in others, "with agent.loop {0.agent.loop}", advice)
+
+    def is_read(recipe: Any) -> bool:
+        loop = recipe.agent.loop
+        return loop not in others if isinstance(loop, str) else over_http
+
+    return read_if(is_read, "with agent.loop {0.agent.loop}", advice)
 
 
-_BY_MOST, _BY_TOOL_LOOPS = _read_by("tool_use", "retry", "compress"), _read_by("tool_use", "compress")
-_BY_COMPRESS = _read_by("compress")
+_BY_MOST = _read_by("tool_use", "retry", "compress", over_http=True)
+_BY_TOOL_LOOPS, _BY_COMPRESS = _read_by("tool_use", "compress"), _read_by("compress")
 
 
 class CommandLoop(Section):
@@ -113,6 +131,9 @@ class FunctionLoop(Section):
     """A function that calls the model through an HTTP endpoint."""
 
     function: str = key(..., "package.module:function that takes an AgentTask and may return the reward.")
+    python: str | None = key(
+        None, "Python of another environment. One process of it runs the function for all sessions."
+    )
 
     def __str__(self) -> str:
         return self.function
@@ -141,14 +162,16 @@ class Agent(Section):
         "Reject requests whose sampling settings differ from the recipe's, instead of overriding them.",
         _EXTERNAL,
     )
-    tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
-        [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
+    tools: list[Annotated[ToolSection | McpSection, BeforeValidator(_tool)]] = key(
+        [],
+        "Tools that the model may call, such as [calculator, python, {mcp: {command: [...]}}].",
+        _BY_TOOL_LOOPS,
     )
     tool_call_format: Literal["json", "plain"] = key(
         "json",
         'How a tool call is written: json: <tool_call>{"name": …, "arguments": …}</tool_call>; plain: '
         "[calculator: 2+3], or [2+3] with a single tool.",
-        _BY_TOOL_LOOPS,
+        _read_by("tool_use", "compress", over_http=True),
     )
     compress_at: int | None = key(
         None,

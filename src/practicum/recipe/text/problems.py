@@ -47,12 +47,26 @@ def explain(
             details["type"], (path, union, node) = "too_short", find_key(details["loc"][:-1], root)
         located.append((path, union, node, details))
     inside = {union for path, union, *_ in located if path != union}
+    forms = [_form(path, union, details["loc"]) for path, union, _, details in located]
+    strangers = {
+        form
+        for form, (path, union, _, details) in zip(forms, located, strict=True)
+        if details["type"] == "extra_forbidden" and len(path) == len(union or ()) + 1
+    }
+    meant_unions = {form[:-1] for form in forms if form and form not in strangers}
     problems: dict[Path, RecipeError] = {}
-    for path, union, node, details in located:
+    for form, (path, union, node, details) in zip(forms, located, strict=True):
+        if form in strangers and form[:-1] in meant_unions:
+            continue  # the value has keys of another form
         if path not in problems and (path != union or path not in inside):
             problem = _explain(path, node, details["type"], details["input"], root)
             problems[path] = problem if details["type"] == "missing" else with_origin(problem, origins)
     return list(problems.values())
+
+
+def _form(path: Path, union: Path | None, where: Sequence[str | int]) -> Path:
+    """Return the union and the name of its form that a problem is in, or () outside of unions."""
+    return tuple(where[: len(union) + 1]) if union and path != union else ()
 
 
 def dotted(path: Sequence[str | int]) -> str:

@@ -9,9 +9,9 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import IO, Any
@@ -22,9 +22,10 @@ from practicum.recipe.schema.rollout_sections import CommandLoop, FunctionLoop
 from practicum.recipe.user_functions import import_function
 from practicum.sessions.endpoint.agent_session import AgentSession
 from practicum.sessions.endpoint.endpoint import running_endpoint
+from practicum.sessions.endpoint.other_python import check_other_python, running_process
 from practicum.sessions.session import Session, Trajectory
 from practicum.tasks.messages import Message, prompt_text
-from practicum.user_code import shorten
+from practicum.user_code import finite_number, short_repr, shorten
 
 Result = tuple[list[Trajectory], Any] | list[Trajectory]
 _TAIL = 1 << 16
@@ -55,7 +56,7 @@ class AgentTask:
 
 async def run_function(spec: FunctionLoop, session: Session) -> Result:
     """Run a function with the endpoint. Its result, if not None, is the reward."""
-    function, endpoint = import_function(spec.function, "agent.loop.function"), running_endpoint()
+    endpoint = running_endpoint()
     async with endpoint.open(session) as (key, agent):
         prompt = session.prompt
         task = AgentTask(
@@ -66,9 +67,15 @@ async def run_function(spec: FunctionLoop, session: Session) -> Result:
             prompt.answer,
             dict(prompt.row),
         )
-        name = f"agent {spec} in {session.prompt}"
-        call = call_each(function, [task], _NEVER_S, stop_early=False, named=lambda _: name)
-        (outcome,) = await _unless_trouble(agent, call)
+        if spec.python is not None:
+            outcome = await _unless_trouble(
+                agent, running_process(spec).call({**asdict(task), "anthropic_url": task.anthropic_url})
+            )
+        else:
+            function = import_function(spec.function, "agent.loop.function")
+            name = f"agent {spec} in {session.prompt}"
+            call = call_each(function, [task], _NEVER_S, stop_early=False, named=lambda _: name)
+            (outcome,) = await _unless_trouble(agent, call)
         if outcome.error is not None:
             raise outcome.error
         if outcome.failure is not None:
@@ -79,8 +86,8 @@ async def run_function(spec: FunctionLoop, session: Session) -> Result:
 async def run_command(spec: CommandLoop, session: Session) -> Result:
     """Run a program with the endpoint in its environment, then end all its processes.
 
-    A JSON object with `reward` in the last line of its output sets the reward. A non-zero exit code is a
-    failure of the session.
+    A JSON object in the last line of its output may set the `reward` and its `parts`. A non-zero exit code is
+    a failure of the session.
     """
     endpoint = running_endpoint()
     async with endpoint.open(session) as (key, agent):
@@ -119,13 +126,21 @@ async def _unless_trouble(agent: AgentSession, work: Any) -> Any:
             await asyncio.wait({task})
 
 
-async def _result(agent: AgentSession, reward: Any) -> Result:
-    """Return the trajectories and the reward: the agent's result, else a posted reward, else None."""
+async def _result(agent: AgentSession, returned: Any) -> Result:
+    """Return the trajectories and the reward: the agent's result, else a posted reward, else None.
+
+    A mapping has the `reward`, and may have its `parts` by name.
+    """
     trajectories = await agent.end()
-    reward = agent.reward if reward is None else reward
+    fields = returned if isinstance(returned, Mapping) else {"reward": returned}
+    reward = agent.reward if fields.get("reward") is None else fields["reward"]
+    parts = fields.get("parts") or {}
+    if not isinstance(parts, Mapping) or any(finite_number(part) is None for part in parts.values()):
+        raise SessionError(f"returned the parts {short_repr(parts)}, expected finite numbers by name")
     if not trajectories and agent.counts["refused"]:
         raise SessionError(f"has no turn{_refused(agent)}")
     for trajectory in trajectories[-1:]:
+        trajectory.reward_parts = {str(name): float(part) for name, part in parts.items()} or None
         endpoint = running_endpoint()
         strays, endpoint.strays = endpoint.strays, 0
         trajectory.requests = {**agent.counts, **({"stray": strays} if strays else {})}
@@ -213,11 +228,14 @@ def _printed_reward(lines: Sequence[str]) -> Any:
         last = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         return None
-    return last.get("reward") if isinstance(last, dict) else None
+    return last if isinstance(last, dict) else None
 
 
 def check_function(spec: FunctionLoop) -> None:
     """Raise a RecipeError if the function can't be imported or does not take one argument."""
+    if spec.python is not None:
+        check_other_python(spec.python, spec.function)
+        return
     function = import_function(spec.function, "agent.loop.function")
     try:
         inspect.signature(function).bind(None)

@@ -20,7 +20,7 @@ from practicum.concurrency.user_calls import call_each, is_async
 from practicum.errors import PracticumError, RecipeError
 from practicum.user_code import error_line, shorten
 
-Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
+Kind = Literal["string", "integer", "number", "boolean", "array", "object", "any"]
 _KINDS: dict[Any, Kind] = {
     str: "string",
     int: "integer",
@@ -58,6 +58,8 @@ class Parameter:
     def fit(self, value: Any) -> Any:
         """Convert the value to the parameter's type. Text is parsed as JSON, because plain calls only have
         text."""
+        if self.kind == "any":
+            return value
         fitted = value
         if isinstance(value, str) and self.kind != "string":
             with suppress(ValueError, RecursionError):
@@ -87,6 +89,8 @@ class Tool:
     parameters: tuple[Parameter, ...]
     run: Callable[[dict[str, Any]], Awaitable[str]]
     close: Callable[[], None] = lambda: None
+    input_schema: Mapping[str, Any] | None = None
+    """The JSON schema of its arguments, if that says more than the parameters do."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -95,7 +99,7 @@ class Tool:
             p.name: {"type": p.kind, **({"description": p.about} if p.about else {})} for p in self.parameters
         }
         required = [p.name for p in self.parameters if p.required]
-        parameters = {"type": "object", "properties": properties, "required": required}
+        parameters = self.input_schema or {"type": "object", "properties": properties, "required": required}
         function = {"name": self.name, "description": self.about, "parameters": parameters}
         return {"type": "function", "function": function}
 

@@ -10,8 +10,10 @@ from typing import Any
 
 from practicum.errors import RecipeError
 from practicum.recipe.own_parts import find_function
+from practicum.recipe.schema.rollout_sections import McpSection
 from practicum.recipe.schema.rollout_sections import ToolSection as ToolSpec
 from practicum.sessions.tools.calculator import CALCULATOR
+from practicum.sessions.tools.mcp_tools import mcp_tools
 from practicum.sessions.tools.python_tool import INSTALL, python_tool, sandbox_problem
 from practicum.sessions.tools.tool import Tool, ToolError, function_tool
 from practicum.user_code import encodable, shorten, trace
@@ -38,18 +40,14 @@ class Toolbox:
     `calls`, `errors` and `seconds` (summed over calls, including waits for a free core) are cumulative.
     """
 
-    def __init__(self, specs: Sequence[ToolSpec]) -> None:
+    def __init__(self, specs: Sequence[ToolSpec | McpSection]) -> None:
         self._by_name: dict[str, Tool] = {}
         for n, spec in enumerate(specs):
-            path = f"agent.tools[{n}].use"
-            if spec.use in TOOLS:
-                tool = TOOLS[spec.use](spec)
-            else:
-                function = find_function("tool", spec.use, TOOLS, path)
-                tool = function_tool(function, path, spec.timeout_s)
-            if tool.name in self._by_name:
-                raise RecipeError(path, f"a second tool named {tool.name}", "tools with different names")
-            self._by_name[tool.name] = tool
+            path = f"agent.tools[{n}].{'mcp' if isinstance(spec, McpSection) else 'use'}"
+            for tool in _make_tools(spec, path):
+                if tool.name in self._by_name:
+                    raise RecipeError(path, f"a second tool named {tool.name}", "tools with different names")
+                self._by_name[tool.name] = tool
         self.tools = tuple(self._by_name.values())
         self.calls = self.errors = 0
         self.seconds = 0.0
@@ -80,10 +78,18 @@ class Toolbox:
             tool.close()
 
 
-def require_sandbox(specs: Sequence[ToolSpec]) -> None:
+def _make_tools(spec: ToolSpec | McpSection, path: str) -> list[Tool]:
+    if isinstance(spec, McpSection):
+        return mcp_tools(spec, path)
+    if spec.use in TOOLS:
+        return [TOOLS[spec.use](spec)]
+    return [function_tool(find_function("tool", spec.use, TOOLS, path), path, spec.timeout_s)]
+
+
+def require_sandbox(specs: Sequence[ToolSpec | McpSection]) -> None:
     """Raise a RecipeError if the Python tool is used and bubblewrap does not run on this machine."""
     for n, spec in enumerate(specs):
-        if spec.use == "python" and (problem := sandbox_problem()):
+        if isinstance(spec, ToolSpec) and spec.use == "python" and (problem := sandbox_problem()):
             fix = f"install it: {INSTALL}"
             if shutil.which("bwrap") is not None:
                 fix = "allow user namespaces in the container or kernel"
