@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import harness, plots, trl_peer
@@ -17,7 +18,7 @@ ROUNDS, BLOCK = {1: 4, 2: 3}, 2
 """Rounds by threads, and the steps that a contender takes in one turn."""
 
 
-def practicum(channel: Channel, threads: int) -> None:
+def practicum(channel: Channel, threads: int, hybrid: bool = False) -> None:
     """The step of `practicum train`, all run-time checks on."""
     recipe = make_recipe(
         "grpo_step",
@@ -27,12 +28,13 @@ def practicum(channel: Channel, threads: int) -> None:
         digits=DIGITS,
         lr=LR,
         threads=threads,
+        hybrid=hybrid,
     )
     with Steps(recipe) as steps:
         channel.serve(lambda turn: mean([steps.step() for _ in range(BLOCK)]))
 
 
-def trl(channel: Channel, threads: int) -> None:
+def trl(channel: Channel, threads: int, hybrid: bool = False) -> None:
     """GRPOTrainer, whose loop waits in a callback for its turn."""
     import torch
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
@@ -40,7 +42,7 @@ def trl(channel: Channel, threads: int) -> None:
     from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(threads)
-    folder = model_folder()
+    folder = model_folder(hybrid=hybrid)
     drawn = examples(2, 0, 4096, DIGITS)
     rows = {"prompt": [e.prompt for e in drawn], "answer": [e.answer for e in drawn]}
     counted: list[Measured] = []
@@ -80,17 +82,22 @@ def _trl_config() -> Any:
 
 def main() -> None:
     """Race at one and at two threads, and write the results."""
-    model_folder()
+    plots.bars(race("grpo_step", ROUNDS), "seconds", "seconds per GRPO step", "grpo_step")
+
+
+def race(name: str, rounds: Mapping[int, int], **options: Any) -> dict[str, Any]:
+    """Race at as many threads as `rounds` has keys for, and write the results."""
+    model_folder(**options)
     found: dict[str, Any] = {}
-    for threads, rounds in ROUNDS.items():
-        print(f"GRPO step, {threads} thread(s)")
+    for threads, count in rounds.items():
+        print(f"{name}, {threads} thread(s)")
         contenders = [
-            Contender(name, f"benchmarks.grpo_step:{name}", {"threads": threads}, threads)
-            for name in ("practicum", "trl")
+            Contender(side, f"benchmarks.grpo_step:{side}", {"threads": threads, **options}, threads)
+            for side in ("practicum", "trl")
         ]
-        found["1 thread" if threads == 1 else f"{threads} threads"] = harness.race(contenders, rounds)
-    harness.write_results("grpo_step", {"settings": settings(), "raced": found})
-    plots.bars(found, "seconds", "seconds per GRPO step", "grpo_step")
+        found["1 thread" if threads == 1 else f"{threads} threads"] = harness.race(contenders, count)
+    harness.write_results(name, {"settings": {**settings(), "rounds": rounds, **options}, "raced": found})
+    return found
 
 
 def settings() -> dict[str, Any]:
@@ -102,7 +109,6 @@ def settings() -> dict[str, Any]:
         "digits": DIGITS,
         "lr": LR,
         "trl_microbatch_rows": trl_peer.MICROBATCH,
-        "rounds": ROUNDS,
         "steps_per_round": BLOCK,
     }
 

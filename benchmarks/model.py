@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from practicum.models.load_model import make_model
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import MakeModel
 from practicum.recipe.shipped import shipped_recipes
 from practicum.tasks.builtin import bind
 from practicum.tasks.procedural import Example
@@ -30,12 +32,14 @@ MORE_STEPS, MORE_DIGITS = 120, (6, 20)
 IGNORED = -100
 
 
-def model_folder() -> Path:
-    """The taught model in HuggingFace format; made on first use, then kept."""
-    folder = CACHE / f"sorter-{DIGITS[0]}-{DIGITS[1]}-{STEPS}x{ROWS}"
+def model_folder(*, hybrid: bool = False) -> Path:
+    """The taught model in HuggingFace format; made on first use, then kept. A hybrid's every other layer is a
+    gated delta rule."""
+    folder = CACHE / f"{'hybrid-' if hybrid else ''}sorter-{DIGITS[0]}-{DIGITS[1]}-{STEPS}x{ROWS}"
     if not (folder / "model.safetensors").exists():
         tokenizer = make_tokenizer()
-        model = teach(make_random_model(tokenizer), tokenizer, _sorting(0, DIGITS), STEPS)
+        model = _make_hybrid(tokenizer) if hybrid else make_random_model(tokenizer)
+        model = teach(model, tokenizer, _sorting(0, DIGITS), STEPS)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
@@ -96,6 +100,12 @@ def make_random_model(tokenizer: Any, width: int = 256, layers: int = 4) -> PreT
     )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _make_hybrid(tokenizer: Any) -> PreTrainedModel:
+    """Return a Qwen3.5 of the same width and depth."""
+    sizes = {"family": "qwen3_5", "hidden": 256, "layers": 4, "heads": 4, "head_dim": 64, "context": 256}
+    return make_model(MakeModel.model_validate(sizes), tokenizer, seed=0)
 
 
 def examples(split_seed: int, start: int, count: int, digits: tuple[int, int]) -> list[Example]:

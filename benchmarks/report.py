@@ -47,6 +47,11 @@ def words_step(found: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### GRPO step on words, {where(found)}", *_beside_trl(found)])
 
 
+def hybrid_step(found: Mapping[str, Any]) -> str:
+    """The same with a hybrid model."""
+    return "\n\n".join([f"### GRPO step of a hybrid model, {where(found)}", *_beside_trl(found)])
+
+
 def _beside_trl(found: Mapping[str, Any]) -> list[str]:
     """A table of steps, and warnings."""
     rows = []
@@ -208,7 +213,10 @@ def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
     return f"{middle:{style}} ({low:{style}} to {high:{style}})"
 
 
-SECTIONS = (rollout, grpo_step, words_step, profile, distill_step, sessions, data_plane, ray_step, async_step)
+SECTIONS = (
+    *(rollout, grpo_step, words_step, hybrid_step, profile, distill_step),
+    *(sessions, data_plane, ray_step, async_step),
+)
 """In the report's order; each is named as its file in results/."""
 
 

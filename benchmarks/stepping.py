@@ -88,9 +88,10 @@ def make_recipe(
     threads: int,
     reward: str = "checker",
     minibatch_size: int | None = None,
+    hybrid: bool = False,
 ) -> Recipe:
     """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
-    common = _common(name, prompts, samples, max_new_tokens, lr, threads)
+    common = _common(name, prompts, samples, max_new_tokens, lr, threads, hybrid=hybrid)
     written: dict[str, Any] = {
         **common,
         "train": {**common["train"], "minibatch_size": minibatch_size},
@@ -126,11 +127,18 @@ def make_distillation(
 
 
 def _common(
-    name: str, prompts: int, samples: int, max_new_tokens: int, lr: float, threads: int
+    name: str,
+    prompts: int,
+    samples: int,
+    max_new_tokens: int,
+    lr: float,
+    threads: int,
+    *,
+    hybrid: bool = False,
 ) -> dict[str, Any]:
     return {
         "name": name,
-        "model": {"path": str(model_folder())},
+        "model": {"path": str(model_folder(hybrid=hybrid))},
         "rollout": {"samples": samples, "max_new_tokens": max_new_tokens},
         "train": {"prompts": prompts, "lr": lr, "steps": 1000},
         "eval": {"rows": 1},

@@ -158,9 +158,10 @@ def test_hundreds_of_turns_are_those_of_an_engine_that_keeps_nothing():
         assert engine.stats.reused_tokens > engine.stats.prefilled_tokens
 
 
-def test_what_older_weights_computed_is_never_used():
-    other, talk = tiny(seed=1), opening(model_of("qwen3"), 3)
-    with engine_of(tiny()) as engine:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_what_older_weights_computed_is_never_used(family: str):
+    other, talk = tiny(family, seed=1), opening(model_of("qwen3"), 3)
+    with engine_of(tiny(family)) as engine:
         asyncio.run(say(engine, talk, 3))
         engine.load_weights(other.state_dict().items(), 1)
         asyncio.run(say(engine, talk, 3))

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import practicum as pr
 from practicum.commands.recipe_commands import plan
-from practicum.errors import RecipeError, RecipeErrors
+from practicum.errors import EngineError, RecipeError, RecipeErrors
+from practicum.models.tokenizer import make_tokenizer
 from practicum.serving.serve import ServeOptions, resolve
 from tests.models.coverage import EVERY, PAGE, RECIPE, row, save
+from tests.models.families import DENSE
 
 
 def listed() -> dict[str, list[str]]:
@@ -26,6 +29,7 @@ def test_the_page_lists_every_family_and_most_of_them_work():
     assert len(EVERY) >= 40
     good = [name for name, cells in listed().items() if all(cell == "yes" for cell in cells[2:-1])]
     assert len(good) >= 36
+    assert f"{len(good)} of {len(EVERY)} families" in PAGE.read_text()
 
 
 @pytest.mark.long
@@ -66,6 +70,18 @@ def test_check_and_train_refuse_the_same_students_and_teachers(
             run(recipe(folders["llama"], folders[name]))
         assert "model.path" in str(student.value)
         assert "teachers.t.model" in str(teacher.value)
+
+
+def test_check_refuses_a_model_that_the_engine_can_not_run(tmp_path: Path):
+    """It attends twice in a layer: the learner can run that, the engine's cache of keys and values can't."""
+    tokenizer = make_tokenizer()
+    config = AutoConfig.for_model("diffllama", **DENSE | {"vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = recipe(str(tmp_path / "model"))
+    for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
+        with pytest.raises(EngineError, match="DiffLlamaForCausalLM"):
+            run(asked)
 
 
 def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict[str, str], tmp_path: Path):

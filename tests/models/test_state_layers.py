@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from practicum.dataplane.ragged import Ragged
 from practicum.engines.protocol import Counter, GenerateRequest, ScoreRequest
@@ -23,10 +23,10 @@ from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.experts import routes_of
 from practicum.models.lora import add_adapter, base_fingerprint, put_adapters
 from practicum.models.offloaded_weights import named_tensors
-from practicum.models.state_layers import seam_of
+from practicum.models.state_layers import seam_of, unknown_layers
 from practicum.recipe.schema.recipe import Lora, Train
 from tests.engines.engines import engine_of, generate, plain_forward, plain_logprobs, sampling
-from tests.models.families import REFUSED, STATE, tiny_family
+from tests.models.families import DENSE, REFUSED, STATE, tiny_family
 
 model_of = cache(tiny_family)
 IDS = torch.randint(3, 64, (90,), generator=torch.Generator().manual_seed(1))
@@ -152,8 +152,9 @@ def test_rows_of_several_adapters_are_scored_as_by_each_alone(tmp_path: Path):
     assert not torch.allclose(together[0].logprobs, base, atol=1e-2)
 
 
-def test_samples_do_not_depend_on_their_batch():
-    model = model_of("qwen3_next")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "lfm2", "mamba"])
+def test_samples_do_not_depend_on_their_batch(name: str):
+    model = model_of(name)
     requests = [(IDS[i : i + 3 + i].tolist(), sampling(20), Counter(0, i)) for i in range(5)]
     with engine_of(model) as engine:
         together = generate(engine, requests)
@@ -174,3 +175,13 @@ def test_a_plain_forward_is_the_familys_own():
 def test_layers_of_another_kind_are_refused(name: str):
     with pytest.raises(EngineError, match="AttentionInterface"):
         tiny_family(name)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("recurrent_gemma", "RecurrentGemmaRecurrentBlock"), ("zaya", "ZayaCCAProjection")],
+)
+def test_layers_that_keep_their_state_or_return_several_tensors_are_refused(family: str, layer: str):
+    config = AutoConfig.for_model(family, **DENSE, num_experts=4)
+    with torch.device("meta"):
+        assert layer in unknown_layers(AutoModelForCausalLM.from_config(config))

@@ -187,7 +187,8 @@ def unknown_layers(model: nn.Module) -> str:
     if counting := _layers_that(model, "counts"):
         return f"layers {counting}, which count positions by themselves"
     attending: list[Any] = [m for m in model.modules() if _source_says(type(m)) == "attends"]
-    widths = {(m.k_proj.out_features, m.head_dim) for m in attending if hasattr(m, "k_proj")}
+    keyed = [m for m in attending if hasattr(getattr(m, "k_proj", None), "out_features")]
+    widths = {(m.k_proj.out_features, m.head_dim) for m in keyed}
     if len(widths) > 1:
         heads = " and ".join(f"{width // size} × {size}" for width, size in sorted(widths))
         return f"layers {_layers_that(model, 'attends')}, whose keys differ in shape ({heads})"
@@ -236,14 +237,18 @@ def _source_says(kind: type[nn.Module]) -> str:
     from practicum.compat.transformers import GradientCheckpointingLayer
 
     whole = issubclass(kind, PreTrainedModel | GradientCheckpointingLayer)
-    if whole or not kind.__module__.startswith("transformers.") or _cache_name(kind) is None:
+    if whole or not kind.__module__.startswith("transformers."):
         return ""
-    source = inspect.getsource(kind)
+    if (cache := _cache_name(kind)) is None:  # a layer with a switch alone has its state in itself
+        return "unknown" if "use_cache" in inspect.signature(kind.forward).parameters else ""
+    source, forward_source = inspect.getsource(kind), inspect.getsource(kind.forward)
     attends = "ALL_ATTENTION_FUNCTIONS" in source
     if "update_conv_state(" not in source and "update_recurrent_state(" not in source:
         return "unknown" if not attends else "counts" if "arange(" in source else "attends"
-    if attends:
-        return "unknown"
+    parameters = inspect.signature(kind.forward).parameters.values()
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    if attends or needed - {"self", "hidden_states", cache} or re.search(r"return \w+, ", forward_source):
+        return "unknown"  # `StateLayer.run` passes hidden states alone, and takes one output
     return "continues" if "update_recurrent_state(" not in source or "initial_state" in source else "steps"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from practicum.engines.table import ENGINES
+from practicum.engines.torch.model_runner import ModelRunner
 from practicum.errors import MissingExtraError, PracticumError, RecipeError, RecipeErrors
 from practicum.forecast.device_memory import GIB, model_sizes
 from practicum.forecast.forecast import forecast, this_machine
@@ -79,6 +80,8 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     model = load_model(recipe.model, recipe.seed)
     check_fields(make_plan(recipe, known_traits(recipe.model)), model)
     PackedModel(model, recipe.train)  # raises if the learner can't run it
+    if ENGINES[recipe.rollout.engine].shares_model:
+        ModelRunner(model)  # raises if the engine can't
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
     check_bases(recipe.teachers, recipe.model, base_fingerprint(model))
