@@ -63,8 +63,8 @@ def save_model(folder: Path, tokenizer: Any = None, **config: Any) -> str:
 
 
 def check(spec: Recipe, longest_prompt: int = 20, **changes: Any) -> list[str]:
-    student, given = make_tokenizer(), {"longest_answer": 10, "uses_chat": False}
-    longest = longest_prompts(spec, student, longest_prompt)
+    student, given = make_tokenizer(), {"shared": {}, "longest_answer": 10, "uses_chat": False}
+    longest = longest_prompts(spec, student, {}, longest_prompt)
     return check_teachers(spec, student, longest=longest, **(given | changes))
 
 

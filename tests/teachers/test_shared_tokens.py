@@ -34,7 +34,7 @@ def trained(kind: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer that is trained on TEXTS, or the one of letters."""
     if kind == "letters":
         return make_tokenizer()
-    special, options = ["<s>", "</s>"], {"show_progress": False}
+    special, options = ["<s>", "</s>"], dict[str, Any](show_progress=False)
     if kind == "unigram":
         core = Tokenizer(models.Unigram())
         core.normalizer = normalizers.Sequence([])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
     Byte-level vocabularies, those of sentencepiece and plain text are known; others are a RecipeError.
     """
-    backend = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
     if "WordPiece" in decoder or "BPEDecoder" in decoder:
         expected = "a byte-level or sentencepiece tokenizer, or one of plain text"
