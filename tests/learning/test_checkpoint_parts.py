@@ -79,7 +79,7 @@ def test_a_resumed_critic_equals_one_that_never_stopped(tmp_path):
 def test_an_incomplete_checkpoint_and_another_model_are_named(tmp_path):
     one = learner()
     one.save(tmp_path)
-    with pytest.raises(PracticumError, match="another model"):
+    with pytest.raises(PracticumError, match="a different model"):
         learner("gpt2").load(tmp_path)
     for file in ("__0_0.distcp", ".metadata"):
         (tmp_path / file).unlink()

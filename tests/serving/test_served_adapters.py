@@ -107,9 +107,7 @@ def test_adapters_that_can_not_be_served_are_refused_before_anything_is_loaded(r
     ):
         resolve(options(root, adapters=(("copy", str(tmp_path / "nowhere")),)))
     other = save_teacher(tmp_path / "other", seed=1, hidden=48)
-    with pytest.raises(
-        RecipeError, match=r"(?s)an adapter of another base.*take the model that it was trained"
-    ):
+    with pytest.raises(RecipeError, match=r"^--adapter: found .*an adapter of another base"):
         resolve(options(root, model=other))
     done = CliRunner().invoke(app, ["serve", str(root / "base"), "--adapter", "copy"])
     assert done.exit_code == 2

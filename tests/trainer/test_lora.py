@@ -146,7 +146,7 @@ def test_a_run_is_a_teacher_by_its_adapter_and_stays_it_when_resumed(whole: Path
     assert metrics_of(tmp_path / "run")[-1]["train/teacher_kl"] > 0
     shutil.copytree(whole, tmp_path / "plain")
     shutil.rmtree(tmp_path / "plain" / "export" / "adapter")
-    with pytest.raises(RecipeError, match=r"(?s)teachers\.t\.adapter: .*has no adapter.*set model to it"):
+    with pytest.raises(RecipeError, match=r"^teachers\.t\.adapter: .*has no adapter"):
         resolve_models(
             recipe(tmp_path, base, teachers={"t": {"adapter": str(tmp_path / "plain")}}, distill={})
         )
@@ -214,7 +214,7 @@ def test_adapters_learn_in_other_kinds_of_runs_too(tmp_path: Path, sections: dic
 
 def test_check_tells_of_the_adapter_and_of_a_rate_for_whole_models(tmp_path: Path, base: str):
     found = preflight.preflight(recipe(tmp_path, base, "train.lr=1e-4"))
-    assert any(line.startswith("adapter: 0.0") and "are trained" in line for line in found.findings)
+    assert any(line.startswith("adapter: 0.0") and "trained" in line for line in found.findings)
     (warning,) = [line for line in found.warnings if "train.lr" in line]
     assert "0.0001" in warning
     assert "ten times" in warning
