@@ -14,6 +14,7 @@ import pytest
 from practicum.sessions.endpoint.programs import AgentTask
 from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
+from tests.cluster import descendants, still_running
 
 from .recipes import TINY, tiny
 from .test_run import metrics_of, same_run, stop_after, weights_of
@@ -70,10 +71,12 @@ def test_an_agent_of_one_turn_trains_as_the_built_in_loop(kind: str, tmp_path: P
     if kind == "lora and a teacher":
         (tmp_path / "asking.py").write_text(ASKS)
         function = {"function": f"{tmp_path}/asking:asks", "python": sys.executable}
+    before = descendants()
     for name, loop in (("built_in", "single_turn"), ("agent", function)):
         (tmp_path / name).mkdir()
         sections = {"agent": {"loop": loop}, "reward": REWARD} | RUNS[kind]
         train_loaded(tiny(tmp_path / name, **sections), tmp_path / name / "run")
+    assert not still_running({pid: x for pid, x in descendants().items() if pid not in before})
     runs = [tmp_path / name / "run" for name in ("built_in", "agent")]
     assert numbers(runs[0]) == numbers(runs[1])
     ours, theirs = (weights_of(run) for run in runs)

@@ -43,6 +43,7 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights, SyncProbe, WeightLock, describe_engines, make_engines
 from practicum.roles.teachers import TeacherRole
 from practicum.sessions.attempts import Attempt
+from practicum.sessions.endpoint.other_python import close_processes
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, load_teachers
@@ -316,6 +317,7 @@ class LocalRoles:
             for engine in self.engines:
                 stack.callback(engine.close)
             stack.callback(self.toolbox.close)
+            stack.callback(close_processes)
             stack.callback(self.frozen.close)
 
 

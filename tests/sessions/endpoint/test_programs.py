@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from practicum.concurrency.event_loop import run_async
 from practicum.errors import EngineError, RecipeError
 from practicum.recipe.schema.rollout_sections import Agent
 from practicum.sessions.attempts import AttemptResult, find_loop, run_attempt
+from practicum.sessions.endpoint.other_python import close_processes
 from practicum.sessions.endpoint.programs import AgentTask
 from practicum.sessions.session import Session
 from tests.sessions.endpoint.driven import Writer, chat_session
@@ -234,13 +235,14 @@ async def hangs(task):
 
 
 @pytest.fixture
-def solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, str]]:
+def solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[str, str]]]:
     """Loops of functions in a file that only another Python process imports."""
     (tmp_path / "solver.py").write_text(
         SOLVER.replace('key=os.environ["OPENAI_API_KEY"], url=os.environ["OPENAI_BASE_URL"]', "key, url")
     )
     monkeypatch.chdir(tmp_path)
-    return lambda name: {"function": f"{tmp_path}/solver:{name}", "python": sys.executable}
+    yield lambda name: {"function": f"{tmp_path}/solver:{name}", "python": sys.executable}
+    close_processes()
 
 
 def test_a_function_runs_in_another_python(solver: Callable[[str], dict[str, str]]):

@@ -41,6 +41,12 @@ def running_process(spec: FunctionLoop) -> OtherPython:
     return process
 
 
+def close_processes() -> None:
+    """End the processes of all functions."""
+    while _running:
+        _running.popitem()[1].close()
+
+
 class OtherPython:
     """A process that runs a function. It ends when its input is closed, so also with this process."""
 
