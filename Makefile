@@ -41,7 +41,7 @@ test: $(VENV)/.dev  ## Lint, types and the tests, in minutes.
 test-all: test test-long test-clients campaign test-vllm  ## All there is: the above, long tests, kills, vLLM's tests.
 
 test-long: $(VENV)/.dev  ## Recipes' bands, whole clusters.
-	$(PYTEST) -m long --ignore tests/vllm
+	$(PYTEST) -m long --ignore tests/vllm $(LONG)
 
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.ready  ## Agents' endpoint with the client libraries of OpenAI, Anthropic and others.
 	$(PYTEST) -m long tests/sessions/endpoint/test_clients.py
