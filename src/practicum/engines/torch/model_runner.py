@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -210,13 +209,19 @@ def decode(
     return runner.routed(inputs, DecodeLayout(memory, length_B))
 
 
-def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
-    """Sample every row in the same way, never holding more than LOGITS_AT_ONCE logits."""
+def sample_hidden(
+    runner: ModelRunner, hidden_S: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor
+) -> Sampled:
+    """Sample from rows `row_B`, which ascend, never holding more than LOGITS_AT_ONCE logits."""
     rows, fine_rows = (max(ROWS, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
+    ends = [0, *torch.bincount(row_B, minlength=len(hidden_S)).cumsum(0).tolist()]
     parts: list[Sampled] = []
-    for hidden, uniform in zip(hidden_B.split(rows), uniform_B.split(rows), strict=True):
-        logits = runner.logits(hidden, pack=True)
-        parts += map(sample, logits.split(fine_rows), repeat(draw), uniform.split(fine_rows))
+    first = 0
+    for hidden in hidden_S.split(rows):
+        for logits_SV in runner.logits(hidden, pack=True).split(fine_rows):
+            drawn = slice(ends[first], ends[first + len(logits_SV)])
+            parts.append(sample(logits_SV, draw, uniform_B[drawn], row_B[drawn] - first))
+            first += len(logits_SV)
     return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 
 
