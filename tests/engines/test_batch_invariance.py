@@ -190,7 +190,7 @@ def test_padded_keys_are_enough_and_not_many(count: int):
     padded = padded_keys(count)
     assert count <= padded == padded_keys(padded)
     assert padded % KEY_STEP == 0
-    assert padded - count < 192
+    assert padded - count < 256
 
 
 @pytest.mark.parametrize(("name", "value"), [("padded_keys", lambda count: count), ("ROWS", 3)])

@@ -14,11 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, linear, pad, scaled_dot_product_attention, silu
 
 from practicum.cpu import switch
 
-ROWS = 4
+
+def _fewest_rows() -> int:
+    """Return the number of rows from which a row's product has the same bits on this CPU."""
+    x_N, weight = torch.randn(2, 32, 1024, generator=torch.Generator().manual_seed(0))
+    return next((n for n in (4, 16) if torch.equal(linear(x_N[:n], weight), linear(x_N, weight)[:n])), 4)
+
+
+ROWS = _fewest_rows()
 """Products with fewer rows, or with some left over, take other ways through the algebra libraries."""
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 LANES, NUMBERS_OF_A_THREAD = 64 if _WIDE else 32, 32_768
@@ -27,9 +34,13 @@ thread above the second number."""
 KEY_STEP = 16 if _WIDE else 8
 KEY_BLOCK = 512
 """Sums over keys go in lanes of KEY_STEP; attention on a CPU takes KEY_BLOCK keys at a time."""
-_FEWEST, WHOLE, _PARTS = 16, 192, 384
-"""Fewer keys of a block than the first, and those between the others, are added up in a different order: sums
-of more than WHOLE are made of parts, up to _PARTS of two halves."""
+_FEWEST = 16
+"""Fewer keys of a block are added up in a different order."""
+WHOLE = 192
+"""On every CPU tried, up to this many keys of a block are one sum."""
+_PARTS = ((WHOLE, 384), (256, KEY_BLOCK))
+"""Pairs for the CPUs tried: more keys than the first number and fewer than the second are split into other
+sums than those of a whole block."""
 
 
 def padded_rows(count: int) -> int:
@@ -60,11 +71,22 @@ def padded_keys(count: int) -> int:
     """Return the next number of keys at which sums over the keys before are added up in the same order."""
     if not switch.ENABLED:
         return count
+    return _padded_keys(count, *_parts())
+
+
+def _padded_keys(count: int, whole: int, parts: int) -> int:
     count = -(-count // KEY_STEP) * KEY_STEP
     rest = count % KEY_BLOCK
     if 0 < rest < _FEWEST:
         return count + _FEWEST - rest
-    return count + _PARTS - rest if WHOLE < rest < _PARTS else count
+    return count + parts - rest if whole < rest < parts else count
+
+
+@cache
+def _parts() -> tuple[int, int]:
+    """Return the entry of _PARTS with which this CPU's attention is invariant, or the first."""
+    like = 64, torch.float32, torch.device("cpu")
+    return next((parts for parts in _PARTS if _attention_is_invariant(*like, *parts)), _PARTS[0])
 
 
 def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
@@ -99,16 +121,23 @@ def attention_is_invariant(width: int, dtype: torch.dtype, device: torch.device,
 
     Tokens near the edges of `padded_keys` are computed among few queries and keys, and among many.
     """
+    return _attention_is_invariant(width, dtype, device, *_parts())
+
+
+@torch.no_grad()
+def _attention_is_invariant(
+    width: int, dtype: torch.dtype, device: torch.device, whole: int, parts: int
+) -> bool:
     many = 3 * KEY_BLOCK
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, many, width, generator=generator).to(device, dtype) for _ in range(3))
     late_JJ = torch.ones(many, many, dtype=torch.bool, device=device).triu(1)
     mask_JJ = torch.zeros(many, many, dtype=dtype, device=device).masked_fill_(late_JJ, float("-inf"))
-    whole = scaled_dot_product_attention(q, k, v, mask_JJ)
-    edges = [_FEWEST, _FEWEST + KEY_STEP, WHOLE, _PARTS, KEY_BLOCK, KEY_BLOCK + WHOLE]
+    all_keys = scaled_dot_product_attention(q, k, v, mask_JJ)
+    edges = [_FEWEST, _FEWEST + KEY_STEP, whole, parts, KEY_BLOCK, KEY_BLOCK + whole]
     for last in (edge + offset for edge in [*edges, many - KEY_BLOCK + KEY_STEP] for offset in (0, 2)):
-        few, keys = slice(last - ROWS, last), padded_keys(last)
+        few, keys = slice(last - ROWS, last), _padded_keys(last, whole, parts)
         part = scaled_dot_product_attention(q[:, :, few], k[:, :, :keys], v[:, :, :keys], mask_JJ[few, :keys])
-        if not torch.equal(part, whole[:, :, few]):
+        if not torch.equal(part, all_keys[:, :, few]):
             return False
     return True
