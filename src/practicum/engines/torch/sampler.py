@@ -53,8 +53,9 @@ class Sampled(NamedTuple):
 def sample(logits_SV: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor) -> Sampled:
     """Sample a token for each uniform number, from row `row_B` of the logits; these ascend.
 
-    Cuts apply in this order: temperature, top-k, top-p, min-p. Greedy takes the best token, with its logprob at temperature 1. Where nothing is cut, logprobs are those
-    that learner and teachers compute of the same logits.
+    Cuts apply in this order: temperature, top-k, top-p, min-p. Greedy takes the best token, with its logprob
+    at temperature 1. Where nothing is cut, logprobs are those that learner and teachers compute of the same
+    logits.
     """
     plain_SV = log_distribution(scaled_logits(logits_SV, 1.0))
     if draw.greedy:
