@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.compat.transformers import uses_attention
@@ -230,36 +231,37 @@ def pack(
     sequences: Sequence[PromptKey],
     device: torch.device,
     starts: Sequence[int] = (),
-    tails: Sequence[Sequence[int]] = (),
-    parents: Sequence[int] = (),
+    tails: Sequence[tuple[int, ...]] = (),
 ) -> StepInputs:
-    """Pack sequences one after the other, then tails that continue the sequences numbered `parents`.
-
-    Of each sequence, its tokens from `starts` on (unset: all); pictures stand before a start above 0.
+    """Pack sequences one after the other, each with its tail, if there are tails: of both together, the
+    tokens from `starts` on (unset: all). Pictures stand in a sequence, and before a start above 0.
     """
+    tails = tails or [()] * len(sequences)
     cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
-    parts = [*(s.ids[start:] for s, start in cuts), *tails]
+    parts = [(s.ids + tail)[start:] for (s, start), tail in zip(cuts, tails, strict=True)]
     if vision := is_vision(config):
         whole = [sequence_positions(config, s.ids, s.images) for s in sequences]
         shifts = [int(p[-1].max()) + 1 - len(p) for p in whole]
     else:
         whole, shifts = [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
-    positions = [p[start:] for p, (_, start) in zip(whole, cuts, strict=True)]
-    for parent, tail in zip(parents, tails, strict=True):
-        at = len(sequences[parent]) + shifts[parent]
-        straight = torch.arange(at, at + len(tail))
-        positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
+    positions: list[Tensor] = []
+    for (s, start), before, shift, tail in zip(cuts, whole, shifts, tails, strict=True):
+        straight = torch.arange(len(s), len(s) + len(tail)) + shift
+        straight = straight.unsqueeze(1).expand(-1, AXES) if vision else straight
+        positions.append(torch.cat([before, straight])[start:])
     known = [None if s.experts is None else s.experts[start:] for s, start in cuts]
     inputs = StepInputs(
         torch.tensor([i for part in parts for i in part], device=device),
         torch.cat(positions).to(device),
         shifts,
         [s.images for s, start in cuts if s.images is not None and not start],
-        experts_N=_known_experts([len(s) - start for s, start in cuts], known, device),
+        experts_N=_known_experts(list(map(len, parts)), known, device),
     )
     if inputs.images:
-        pictures = [picture_tokens(config, s.ids, s.images) for s in sequences]
-        pictures += [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
+        pictures = [
+            pad(picture_tokens(config, s.ids, s.images), (0, len(tail)))[start:]
+            for (s, start), tail in zip(cuts, tails, strict=True)
+        ]
         inputs.picture_N = torch.cat(pictures).to(device)
     return inputs
 
