@@ -67,7 +67,7 @@ def test_sessions_share_a_sequence_until_their_tokens_differ():
         engine.scheduler.step([*jobs])
         while engine.scheduler.busy:
             rows = running._state[: running.count].tolist()
-            so_far = [tuple(running._tokens[out, :made].tolist()) for _, _, made, _, _, out, _, _ in rows]
+            so_far = [tuple(running._tokens[out, :made].tolist()) for _, _, made, _, _, out, *_ in rows]
             assert running.sequences == len(set(so_far)) == int(running.slot_B.max()) + 1
             slots = running.slot_B.tolist()
             assert slots == sorted(slots)

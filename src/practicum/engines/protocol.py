@@ -140,6 +140,8 @@ class Generation:
     version_max: int
     experts: Tensor | None = None
     """MoE models: experts that each input token took [P + R - 1, L, E]; the last token was no input."""
+    shared: int = 0
+    """How many of its tokens were computed for another generation that was equal so far."""
 
 
 @dataclass(slots=True)

@@ -74,6 +74,8 @@ class Packed:
     """The response tokens."""
     column_M: Tensor
     """Where each response token is in the packed columns of the batch; always on the CPU."""
+    row_tokens: int = 0
+    """Input tokens of all rows, had they nothing in common."""
     images: tuple[Images, ...] = ()
     """Pictures of the distinct prompts that have any, in the order of their tokens; on the CPU."""
     image_prompts: tuple[Tensor, ...] = ()
@@ -159,6 +161,7 @@ class RowSpans:
             gather_M=torch.from_numpy(np.concatenate(gather)),
             target_M=torch.cat([self.responses[i] for i in rows]),
             column_M=torch.from_numpy(np.concatenate(column)),
+            row_tokens=sum(self.tokens.lengths[i] for i in rows),
         )
         return packed if self.extras is None else self._add_extras(packed, tree, self.extras)
 
@@ -203,7 +206,7 @@ def plan_microbatches(
     def longest(unit: list[int]) -> int:
         return max(tokens.lengths[i] for i in unit)
 
-    roots = tokens.roots(prompt_lengths)
+    roots = tokens.roots(rows, prompt_lengths)
     bundles: dict[Hashable, list[list[int]]] = {}
     for unit in units.values():
         bundles.setdefault(roots[unit[0]], []).append(unit)

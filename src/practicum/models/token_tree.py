@@ -66,18 +66,17 @@ class TokenRows:
         count = (int(differ.argmax()) if differ.any() else most) // self._width
         return count if count >= max(self._fixed[i], self._fixed[j]) else 0
 
-    def roots(self, lengths: Sequence[int]) -> list[Hashable]:
-        """Return a name for each sequence, equal for those whose first `lengths` tokens begin with the same
-        first tokens of one of them."""
-        items = zip(self._kinds, self._items, lengths, strict=True)
-        names = [(kind, x[: length * self._width].tobytes()) for kind, x, length in items]
+    def roots(self, rows: Sequence[int], lengths: Sequence[int]) -> dict[int, Hashable]:
+        """Return a name for each of these sequences: equal if their prompts begin with the same prompt of one
+        of them. Prompts are the first `lengths` tokens of all sequences."""
+        names = {i: (self._kinds[i], self._items[i][: lengths[i] * self._width].tobytes()) for i in rows}
         roots: dict[Hashable, Hashable] = {}
         root = None
-        for name in sorted(set(names)):
+        for name in sorted(set(names.values())):
             if root is None or name[0] != root[0] or not name[1].startswith(root[1]):
                 root = name
             roots[name] = root
-        return [roots[name] for name in names]
+        return {i: roots[name] for i, name in names.items()}
 
     def new_tokens(self, rows: Sequence[int], ranks: list[int]) -> int:
         """Return how many tokens these rows add to those of the given ranks, to which theirs are added."""

@@ -40,7 +40,7 @@ class RunningBatch:
         """How many rows are sampled in each way."""
         self.sequences = 0
         # One matrix, so that a row moves at once; columns are named below.
-        self._state = torch.zeros(slots, 8, dtype=torch.int64, device=device)
+        self._state = torch.zeros(slots, 9, dtype=torch.int64, device=device)
         self._stops = torch.full((slots, 1), _NO_TOKEN, dtype=torch.int64, device=device)
         # What was sampled stays where it is when rows move: `_out` says where.
         self._tokens = torch.empty(slots, context, dtype=torch.int64, device=device)
@@ -64,8 +64,9 @@ class RunningBatch:
 
     # Views of the state's columns: the newest token of each row, how many positions of its slot it fills, how
     # many tokens it has sampled and may sample, its randomness, where its samples are, what is added to its
-    # length for the position of its newest token (pictures before it), and its slot.
-    last_B, length_B, made_B, _limit_B, key_B, _out_B, _shift_B, slot_B = map(_column, range(8))
+    # length for the position of its newest token (pictures before it), how many tokens another row's sequence
+    # computed, and its slot.
+    last_B, length_B, made_B, _limit_B, key_B, _out_B, _shift_B, _shared_B, slot_B = map(_column, range(9))
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the newest token of each sequence, how many positions its slot fills, and its position."""
@@ -74,6 +75,11 @@ class RunningBatch:
         length_S = self.length_B[first_S]
         return self.last_B[first_S], length_S, length_S + self._shift_B[first_S]
 
+    def note_decoded(self) -> None:
+        """Count the newest token of each sequence as one that its slot holds."""
+        self.length_B.add_(1)
+        self._shared_B[1:] += self.slot_B[1:] == self.slot_B[:-1]
+
     def add(self, jobs: Sequence[GenerateJob], prompt: PrefilledPrompt) -> None:
         """Add sessions of one prompt, which share the next slot."""
         first, end = self.count, self.count + len(jobs)
@@ -81,7 +87,7 @@ class RunningBatch:
         for job in jobs:
             limit, out = job.sampling.max_new_tokens, self._free_outs.pop()
             length, slot = len(job.prompt), self.sequences
-            state.append((_NO_TOKEN, length, 0, limit, job.key, out, prompt.shift, slot))
+            state.append((_NO_TOKEN, length, 0, limit, job.key, out, prompt.shift, 0, slot))
         self._state[first:end] = torch.tensor(state, device=self._state.device)
         width = max(self._stops.shape[1], *(len(job.sampling.stop) for job in jobs))
         self._stops = pad(self._stops, (0, width - self._stops.shape[1]), value=_NO_TOKEN)
@@ -124,7 +130,7 @@ class RunningBatch:
         if not rows:
             return []
         index = torch.tensor(rows, device=self._state.device)
-        made = self.made_B[index].tolist()
+        made, shared = self.made_B[index].tolist(), self._shared_B[index].tolist()
         tokens, logprobs, plain = (
             buffer[:, : max(made)][self._out_B[index]].cpu()
             for buffer in (self._tokens, self._logprobs, self._plain)
@@ -147,6 +153,7 @@ class RunningBatch:
                 version_min=version,
                 version_max=version,
                 experts=experts[i],
+                shared=shared[i],
             )
             for i, (n, finish) in enumerate(zip(made, finishes, strict=True))
         ]

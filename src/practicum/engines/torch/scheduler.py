@@ -129,7 +129,7 @@ class Scheduler:
         hidden_S, experts_S = decode(self._runner, memory, token_S, length_S, position_S)
         if experts_S is not None:
             rows.note_experts(experts_S)
-        rows.length_B.add_(1)
+        rows.note_decoded()
         self.stats.decode_steps += 1
         self.stats.decoded_tokens += rows.sequences
         self.stats.shared_tokens += rows.count - rows.sequences
