@@ -54,8 +54,9 @@ class Learner(TrainedModel):
     """The student. `scorer` returns its logprobs without gradient.
 
     `temperature` is that of the rollouts; supervised training is at temperature 1. Of the last update,
-    `by_group` has sums by the batch's groups, `trace` the tokens of recorded rows, `weight` the summed weights
-    of the tokens in its loss, `row_tokens` the input tokens of its rows and `packed_tokens` those computed.
+    `by_group` has sums by the batch's groups, `trace` the tokens of recorded rows, and `weight` the summed
+    weights of the tokens in its loss. `row_tokens` are the input tokens of its rows, of which `packed_tokens`
+    were computed.
 
     On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
     method is then called on all ranks, and all get the same metrics.
