@@ -153,6 +153,7 @@ class PackedModel:
             raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
         picture_N = torch.zeros_like(packed.ids_N, dtype=torch.bool)
         for images, place in zip(packed.images, packed.image_prompts, strict=True):
+            place = place.to(picture_N.device)
             ids = packed.ids_N[place].tolist()
             picture_N[place] = picture_tokens(config, ids, images).to(picture_N.device)
         return picture_N
