@@ -1,9 +1,9 @@
 """The torch engine: any transformers causal LM, with continuous batching and KV memory that grows.
 
 Equal prompts are computed once, and sessions decode as one sequence until their tokens differ. A prompt that
-continues a cached answer is computed only from there on. Left out on purpose: paging (all slots are as long
-as the longest running sequence) and reuse of prompts that merely begin alike. This file is what callers use;
-the engine's work is `scheduler.step`.
+continues a cached answer, or the beginning of one, is computed only from there on. Left out on purpose:
+paging (all slots are as long as the longest running sequence). This file is what callers use; the engine's
+work is `scheduler.step`.
 """
 
 from __future__ import annotations
