@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 __all__ = ["LoadedRecipe", "PracticumError", "Report", "Run", "check", "evaluate", "load_recipe", "train"]
 
 RecipeLike: TypeAlias = "str | Path | Mapping[str, Any] | LoadedRecipe"
-"""A recipe's file, its keys as a dict, or a loaded one."""
+"""A recipe file, a dict of keys, or a loaded recipe."""
 _training = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """Findings of `check`, in sentences. As text it is the screen of `practicum check`."""
+    """Findings of `check`. str() returns the screen of `practicum check`."""
 
     loaded: LoadedRecipe
-    """The recipe, with the models that are taken where it names runs."""
+    """The recipe, with the models that were resolved from run folders."""
     warnings: tuple[str, ...]
-    """Why it may learn nothing."""
+    """Reasons why the run may not learn."""
     findings: tuple[str, ...]
     sizes: tuple[str, ...]
     not_run: tuple[str, ...]
-    """Stages that the recipe does not need, with the reason."""
+    """Stages that are skipped, with the reason."""
 
     def text(self, *, everything: bool = False) -> str:
-        """One screen; with `everything` also every value and where it came from."""
+        """Return the summary, with `everything` also all values and their origins."""
         findings = [*(f"warning: {text}" for text in self.warnings), *self.findings]
         lines = [screen(self.loaded, findings, self.sizes, everything=everything)]
         if everything:
-            lines += ["", "stages that are not run:", *(f"  {text}" for text in self.not_run or ("none",))]
-            lines += ["", "# every value and where it came from", show_recipe(self.loaded)]
+            lines += ["", "skipped stages:", *(f"  {text}" for text in self.not_run or ("none",))]
+            lines += ["", "# all values and their origins", show_recipe(self.loaded)]
         return "\n".join(lines)
 
     __str__ = __repr__ = text
@@ -61,9 +61,10 @@ class Report:
 def load_recipe(
     recipe: str | Path | Mapping[str, Any], set: Mapping[str, Any] | Sequence[str] = ()
 ) -> LoadedRecipe:
-    """Load a recipe with every rule applied: a file (YAML), or its keys as a dict. `.recipe` has its values.
+    """Load and check a recipe from a YAML file or a dict of keys. `.recipe` holds its values.
 
-    `set` changes values, as {"train.lr": 1e-5} or ["train.lr=1e-5"]. All mistakes come in one PracticumError.
+    `set` overrides values, as {"train.lr": 1e-5} or ["train.lr=1e-5"]. Raises one PracticumError with all
+    mistakes.
     """
     if isinstance(set, Mapping):
         changes = [f"{key}={_as_yaml(key, value)}" for key, value in set.items()]
@@ -73,9 +74,9 @@ def load_recipe(
 
 
 def check(recipe: RecipeLike, *, static: bool = False) -> Report:
-    """Return what the recipe's files, tokenizer and model show. What `train` would refuse is raised.
+    """Check a recipe with its files, tokenizer and model. Raises what `train` would refuse.
 
-    With `static` nothing is loaded: only what the recipe itself tells.
+    With `static`, only the recipe itself is checked and nothing is loaded.
     """
     loaded, taken = resolve_models(_loaded(recipe), weights=not static)
     plan = make_plan(loaded.recipe)
@@ -102,7 +103,7 @@ def train(
     change: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Train by a recipe, in the folder `out` or the one that the recipe names.
+    """Train a recipe in the folder `out`, by default the recipe's.
 
     `on_step` gets each step's metrics, a dict; what it raises stops the run, which keeps a checkpoint. Ctrl-C
     ends the run after its step, `resume` continues it. The options are those of `practicum train`.
@@ -124,7 +125,7 @@ def train(
 def evaluate(
     recipe: RecipeLike | Run, model: str | Path | None = None, *, quiet: bool = True
 ) -> dict[str, float]:
-    """Return scores on held-out prompts: of a recipe's model, of the model of a run, or of `model`.
+    """Evaluate the model of a recipe, of a run, or `model`, on held-out prompts, and return its scores.
 
     `model` is a folder, a hub name, a run folder or a checkpoint.
     """
@@ -145,12 +146,12 @@ def _as_yaml(key: str, value: Any) -> str:
     try:
         return yamlfile.dump(_plain(value), flow=True)
     except RepresenterError:
-        expected = "numbers, text, lists and dicts, as a recipe has them"
+        expected = "numbers, strings, lists and dicts"
         raise RecipeError(f"set {key}", f"a {type(value).__name__}", expected) from None
 
 
 def _plain(value: Any) -> Any:
-    """Return paths as text, tuples as lists, numbers of numpy as Python's."""
+    """Return paths as strings, tuples as lists and numpy numbers as Python's."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

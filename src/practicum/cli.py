@@ -10,6 +10,6 @@ __all__ = ["app", "main", "model_commands", "recipe_commands", "run_commands"]
 
 
 def main() -> None:
-    # Else the interpreter looks through every object several times before it ends.
+    # Otherwise the interpreter scans all objects several times at exit.
     atexit.register(gc.freeze)
     app(prog_name="practicum")

@@ -1,6 +1,6 @@
-"""Devices by their names: the one place that knows which kinds there are and what is special about each.
+"""Devices by name. All code that depends on the kind of device is here.
 
-Names and their forms need no torch; what asks the machine imports it.
+Functions that query the machine import torch, the others do not.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     import torch
 
 FORMS = "auto, cpu, cuda, cuda:N, xpu or mps"
-HELP = "cpu, cuda, cuda:N, xpu, mps, or auto: the machine's accelerator, if it has one."
+HELP = "cpu, cuda, cuda:N, xpu, mps, or auto (the accelerator if the machine has one)."
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
-"""The environment of a process that is to see none."""
+"""Environment variables that hide all accelerators from a process."""
 _FORM = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 _COLLECTIVES = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT, _OWN_PAGES = 2**31 - 1, 2**28
-"""Of host memory: bytes that stay with the process when they are freed, and blocks that never do."""
+"""Bytes of freed host memory that the process keeps, and the size of blocks that it never keeps."""
 _MALLOC_SETTINGS = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-"""Environment variables by which somebody has decided otherwise."""
+"""malloc settings of the user, which are not overridden."""
 FUSED_OPTIMIZERS = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -35,24 +35,24 @@ def is_device_name(name: str) -> bool:
 
 
 def is_accelerator_name(name: str) -> bool:
-    """Return True for the name of a GPU or the like; `auto` leaves it open."""
+    """Return True for the name of an accelerator. `auto` is not one."""
     return name not in ("auto", "cpu")
 
 
 def names_one_of_several(name: str) -> bool:
-    """Return True for the name of one of several accelerators, by its number."""
+    """Return True for a name with a device number, such as cuda:1."""
     return ":" in name
 
 
 def find_accelerator() -> torch.device | None:
-    """Return the kind of accelerator that this machine has, if it has one."""
+    """Return this machine's accelerator, or None."""
     import torch
 
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -63,7 +63,7 @@ def count_gpus() -> int:
 
 
 def pick_device(name: str, key: str = "model.device") -> torch.device:
-    """Return the device of this name; one that this machine does not have is a RecipeError."""
+    """Return the device of this name. Raise a RecipeError if this machine does not have it."""
     import torch
 
     accelerator = find_accelerator()
@@ -74,18 +74,18 @@ def pick_device(name: str, key: str = "model.device") -> torch.device:
         return device
     if accelerator is None or accelerator.type != device.type:
         there = "no accelerator" if accelerator is None else f"{accelerator.type} only"
-        advice = f"torch finds {there} here: use cpu or auto"
+        advice = f"torch finds {there} on this machine: use cpu or auto"
         raise RecipeError(key, name, "a device of this machine", advice)
     if device.index is not None and device.index >= (count := torch.accelerator.device_count()):
-        advice = f"torch finds {count} of them, numbered from 0"
+        advice = f"torch finds {count}, numbered from 0"
         raise RecipeError(key, name, "a device of this machine", advice)
     return device
 
 
 def describe_device(device: torch.device) -> str:
-    """Return a sentence on where the student samples, and what is known of such devices."""
-    known = "its tests know a pretend GPU only" if device.type == "cuda" else "nor can its tests be"
-    return f"the student samples on {device}; practicum was never tried on such a device, {known}"
+    """Return a message with the student's device and how well it was tested."""
+    known = "only a simulated GPU" if device.type == "cuda" else "not even a simulated one"
+    return f"the student samples on {device}, where practicum is untested ({known} was used in tests)"
 
 
 def empty_cache(device: torch.device) -> None:
@@ -93,10 +93,10 @@ def empty_cache(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed, up to _KEPT bytes, for what is allocated next.
+    """Let the C library keep up to _KEPT bytes of freed memory for later allocations.
 
-    It would give each large block back to the system, which has to fill its pages with zeros when the next
-    one of the same size is touched: an eighth of an update's time. `malloc_trim` gives all back.
+    By default it returns each large block to the system, which zero-fills its pages when the next block of
+    that size is touched. This takes an eighth of an update's time. `malloc_trim` returns all memory.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt") and not _MALLOC_SETTINGS & set(os.environ):
@@ -115,7 +115,8 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def _module(device: torch.device, name: str, *args: Any) -> Any:
-    """Call a function of torch's module for this kind of device; None where it has no such function."""
+    """Call a function of torch's module for this kind of device, or return None if it has no such
+    function."""
     import torch
 
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
@@ -123,7 +124,7 @@ def _module(device: torch.device, name: str, *args: Any) -> Any:
 
 
 def gpu_id(device: torch.device) -> str | None:
-    """Return the name of a GPU that is the same in every process; None for other devices."""
+    """Return a GPU's name, which is equal in all processes, or None for other devices."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -136,7 +137,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def has_fused_optimizers(device: torch.device) -> bool:
-    """Return True if torch has one kernel for all of a parameter's optimizer step there."""
+    """Return True if torch has fused optimizers on this device."""
     return device.type in FUSED_OPTIMIZERS
 
 
@@ -150,14 +151,14 @@ def collective_backends(device: str) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the accelerators' global generators, by the kind of device."""
+    """Return the states of the accelerators' global generators by device type."""
     import torch
 
     return {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue drawing where `random_states` was taken, on devices that are here."""
+    """Restore the generators of this machine's devices to the states of `random_states`."""
     import torch
 
     if "cuda" in states and torch.cuda.is_available():

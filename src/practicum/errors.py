@@ -1,4 +1,4 @@
-"""Errors that a user may see. Each says what was wrong, where, what was expected and what to do."""
+"""Errors for users. Each message has the problem, its location, the expected value and a fix."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class PracticumError(Exception):
-    """An error with a sentence for the user; the command line shows it without a traceback."""
+    """An error with a message for the user, which the command line shows without a traceback."""
 
     details: str = ""
-    """The whole traceback of a user's code, for log.txt."""
+    """The full traceback of a user's code, for log.txt."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython and notebooks show in place of a traceback."""
         return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors cross processes. They are made again without __init__, whose arguments may differ.
+        # Errors are pickled between processes, and restored without __init__, whose arguments may differ.
         return _again, (type(self), self.args), self.__dict__
 
 
@@ -27,7 +27,7 @@ def _again(kind: type[PracticumError], args: tuple[Any, ...]) -> PracticumError:
 
 
 class RecipeError(PracticumError):
-    """A mistake in a recipe: where it is, what was found, what was expected, what to do."""
+    """A mistake in a recipe: its key, the found value, the expected value and a suggestion."""
 
     def __init__(self, path: str, found: str, expected: str, suggestion: str = "") -> None:
         self.path, self.found, self.expected, self.suggestion = path, found, expected, suggestion
@@ -38,7 +38,7 @@ class RecipeError(PracticumError):
 
 
 class RecipeErrors(PracticumError):
-    """Several mistakes of one recipe, shown together."""
+    """All mistakes of a recipe."""
 
     def __init__(self, source: str, errors: list[RecipeError]) -> None:
         self.source, self.errors = source, errors
@@ -47,47 +47,47 @@ class RecipeErrors(PracticumError):
 
 
 class DataError(PracticumError):
-    """A bad row or file of a task: names the file, the line and the reason."""
+    """A bad row or file of a task. The message names file, line and reason."""
 
 
 class StoreError(PracticumError):
-    """The data plane was asked for something it does not hold, or given something uneven."""
+    """A request for keys or fields that the data plane does not hold, or inconsistent data."""
 
 
 class DeadlineError(PracticumError):
-    """A wait passed its deadline: says who waited, for what, for how long."""
+    """A wait passed its deadline. The message says who waited, for what and how long."""
 
 
 class EngineError(PracticumError):
-    """A rollout or teacher engine can't do what it was asked."""
+    """A rollout or teacher engine can't serve a request."""
 
 
 class SessionError(EngineError):
-    """An agent loop asked its session for what can't be, or returned what a loop can't return."""
+    """An agent loop made an invalid request to its session, or returned an invalid value."""
 
 
 class TeacherError(PracticumError):
-    """A teacher can't score, died or did not answer in time: names the teacher and the row."""
+    """A teacher failed, died or exceeded its deadline. The message names the teacher and the row."""
 
 
 class RewardError(PracticumError):
-    """A reward function raised or timed out: names the function and the sample."""
+    """A reward function raised or timed out. The message names the function and the sample."""
 
 
 class ClusterError(PracticumError):
-    """The cluster can't be reached, is too small for the recipe, or did not give what it has in time."""
+    """The cluster can't be reached, is too small for the recipe, or did not allocate resources in time."""
 
 
 class ServeError(PracticumError):
-    """A server can't be started or has ended: says why, what to do, and what it said last."""
+    """A server failed to start or ended. The message has the reason, a fix and its last output."""
 
 
 class CheckError(PracticumError):
-    """An invariant of training did not hold: names the check and the numbers."""
+    """A violated invariant of training. The message names the check and the numbers."""
 
 
 class MissingExtraError(PracticumError):
-    """A part of an optional extra is needed and not installed: names the install command."""
+    """An optional extra is not installed. The message has the install command."""
 
     def __init__(self, what: str, extra: str, install: str | None = None) -> None:
         install = install or f"pip install 'practicum[{extra}]'"
@@ -101,14 +101,14 @@ _OF_THE_MACHINE = {
     errno.EROFS: "make the folder writable",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (fs.file-max)",
-    errno.EIO: "look at the disk",
+    errno.EIO: "check the disk",
 }
 
 
 def machine_trouble(error: BaseException) -> str | None:
-    """Return a sentence if an error comes of a full or read-only disk or too many open files; else None.
+    """Return a message if an error was caused by a full or read-only disk or too many open files, else None.
 
-    Libraries wrap such errors, or only quote what the system said.
+    Libraries wrap such errors, or only quote the system's message.
     """
     waiting: list[BaseException | None] = [error]
     seen = set[int]()

@@ -1,7 +1,7 @@
-"""Pieces of a user's own parts: decorators that declare them, and the types that they take and return.
+"""Decorators that declare custom parts, and the types that they take and return.
 
-A recipe names a part as package.module:name; `docs/extend.md` shows one of each kind. Nothing in practicum
-imports this module.
+A recipe names a part as package.module:name. `docs/extend.md` has an example of each kind. Nothing in
+practicum imports this module.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def advantage(
     critic: bool = False,
     reads: Iterable[str] | None = None,
 ) -> Callable[[F], F]:
-    """Declare what an advantage estimator needs, as `EstimatorTraits` says; undecorated, it needs nothing.
+    """Declare the `EstimatorTraits` of an advantage estimator. Without the decorator, it has no requirements.
 
-    `reads` are the options among gamma and lam that it reads; None: all of them.
+    `reads` lists the options among gamma and lam that it reads. The default None means all.
     """
     options = _options(reads, ESTIMATOR_OPTIONS)
     return _with_traits(EstimatorTraits(compares_groups, greedy_baseline, critic, options))
@@ -98,9 +98,9 @@ def advantage(
 def policy_loss(
     *, ratio: bool = True, whole_sessions: bool = False, reads: Iterable[str] | None = None
 ) -> Callable[[F], F]:
-    """Declare what a policy loss needs, as `LossTraits` says; undecorated, it has a ratio.
+    """Declare the `LossTraits` of a policy loss. Without the decorator, it has a ratio.
 
-    `reads` are the options that it reads, such as clip_low; None: all of them.
+    `reads` lists the options that it reads, such as clip_low. The default None means all.
     """
     # The bonus is added to every policy loss.
     options = _options(reads, LOSS_OPTIONS) | {"entropy"}
@@ -115,11 +115,11 @@ def stage(
     ranks: Literal["all", "first"] = "all",
     about: str = "",
 ) -> Callable[[Callable[..., Any]], OwnStage]:
-    """Make `function(rank, batch, columns, step)` a stage of its name, which runs after the stage `after`.
+    """Declare `function(rank, batch, columns, step)` as a stage that runs after the stage `after`.
 
-    It runs where the student learns (`rank.recipe`, `rank.tokenizer`, `rank.student`): on all ranks, each
-    with its rows, or on the first with all rows. It returns its writes, or (writes, metrics); a `Field` among
-    `writes` is one of its own.
+    It runs on the learner (`rank.recipe`, `rank.tokenizer`, `rank.student`): on all ranks, each with its
+    rows, or on the first rank with all rows. It returns its writes, or (writes, metrics). A `Field` in
+    `writes` declares a custom field.
     """
 
     def declare(function: Callable[..., Any]) -> OwnStage:

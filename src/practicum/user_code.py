@@ -17,9 +17,9 @@ _MACHINERY = tuple(
 )
 _SHOWN_FRAMES = 8
 _SHOWN_CHARS = 300
-"""Of a line of code on the screen."""
+"""Maximum characters of a line of code on the screen."""
 _KEPT_CHARS = 20_000
-"""Of a traceback in log.txt."""
+"""Maximum characters of a traceback in log.txt."""
 
 
 def shorten(text: str, limit: int = 200) -> str:
@@ -37,7 +37,7 @@ def error_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException | None) -> str:
-    """Return where a user's error was raised, as " (rewards.py, line 12)"; empty if unknown."""
+    """Return where a user's error was raised, as " (rewards.py, line 12)", or "" if unknown."""
     frames = [] if error is None else _user_frames(traceback.extract_tb(error.__traceback__))
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
@@ -45,41 +45,41 @@ def raised_at(error: BaseException | None) -> str:
 def frames(error: BaseException, indent: str = "  ") -> str:
     """Return the user's frames for the screen: file, line and source line of each.
 
-    Ours are left out, and those in the middle of a deep stack. A syntax error shows the line it is in.
+    Frames of practicum and the middle of a deep stack are left out. A syntax error shows its line.
     """
     more = traceback.format_exception_only(error)[:-1] if isinstance(error, SyntaxError) else ()
     return _shown(traceback.extract_tb(error.__traceback__), indent, more)
 
 
 def running_frames(thread: int, indent: str = "  ") -> str:
-    """Return the user's frames that a thread is in now, as `frames` does."""
+    """Return the user's frames of a running thread, as `frames` does."""
     frame = sys._current_frames().get(thread)
     return "" if frame is None else _shown(traceback.extract_stack(frame), indent)
 
 
 def trace(error: BaseException) -> str:
-    """Return the whole traceback for log.txt, with the errors that caused it."""
+    """Return the full traceback for log.txt, with the errors that caused it."""
     return shorten("".join(traceback.format_exception(error)).rstrip(), _KEPT_CHARS)
 
 
 def finite_number(value: Any) -> float | None:
-    """Return a number, or a scalar of numpy or torch, as a float; None if it is not a finite float32."""
+    """Return a number, or a scalar of numpy or torch, as a float, or None unless it is a finite float32."""
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
     try:
         number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer that is too large for a float
         return None
     return number if math.isfinite(number) and abs(number) <= FLOAT32_MAX else None
 
 
 def encodable(text: str) -> str:
-    """Return the text with "?" for lone surrogates, which no tokenizer takes."""
+    """Return the text with "?" for lone surrogates, which tokenizers reject."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _user_frames(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Return the frames from the user's first one on, without ours."""
+    """Return the frames from the user's first one on, without those of practicum."""
     user_frames = [frame for frame in stack if not frame.filename.startswith(_OURS)]
     while user_frames and user_frames[0].filename.startswith(_MACHINERY):
         del user_frames[0]

@@ -49,7 +49,7 @@ def test_scores_of_the_token_before(monkeypatch: pytest.MonkeyPatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(TorchEngine, "score", unshifted)
-        with pytest.raises(TeacherError, match=r"teacher t gives token .* not of the tokens that they stand"):
+        with pytest.raises(TeacherError, match=r"teacher t returned inconsistent logprobs for token"):
             take_steps("taught")
     hidden = score_batch._hidden
     monkeypatch.setattr(score_batch, "_hidden", lambda *args: [one.roll(1, 0) for one in hidden(*args)])

@@ -95,19 +95,19 @@ def test_an_unknown_key_like_no_other_gets_the_list(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "found", "expected", "advice"),
     [
-        ("train.steps=-3", "-3", "a whole number, at least 0", ""),
-        ("train.steps=1.5", "1.5", "a whole number, at least 0", ""),
-        ("train.steps='7'", "'7'", "a whole number, at least 0", "remove the quotes"),
-        ("train.steps=true", "true", "a whole number, at least 0", ""),
-        ("train.steps=null", "null", "a whole number, at least 0", ""),
+        ("train.steps=-3", "-3", "an integer, at least 0", ""),
+        ("train.steps=1.5", "1.5", "an integer, at least 0", ""),
+        ("train.steps='7'", "'7'", "an integer, at least 0", "remove the quotes"),
+        ("train.steps=true", "true", "an integer, at least 0", ""),
+        ("train.steps=null", "null", "an integer, at least 0", ""),
         ("train.lr=fast", "'fast'", "a number, greater than 0", ""),
         ("train.lr=.inf", "inf", "a number, greater than 0", ""),
         ("train.lr=.nan", "nan", "a number, greater than 0", ""),
         ("train.max_grad_norm=0", "0", "a number, greater than 0, or null", ""),
         ("rollout.top_p=2", "2", "a number, greater than 0 and at most 1", ""),
         ("algorithm.lam=2", "2", "a number, at least 0 and at most 1", ""),
-        ("rollout.stop=x", "'x'", "a list of text", ""),
-        ("rollout.stop=[3]", "3", "text", "put it in quotes"),
+        ("rollout.stop=x", "'x'", "a list of strings", ""),
+        ("rollout.stop=[3]", "3", "a string", "put it in quotes"),
         ("train.gradient_checkpointing=on", "'on'", "true or false", "write true"),
         ("train.gradient_checkpointing=1", "1", "true or false", ""),
         (
@@ -202,7 +202,7 @@ FORMS = "one of colocated, own, or {own: …}"
         (
             "teachers.math.placement.own.replicas=0",
             "teachers.math.placement.own.replicas",
-            "a whole number, at least 1",
+            "an integer, at least 1",
             "",
         ),
         (
@@ -211,9 +211,9 @@ FORMS = "one of colocated, own, or {own: …}"
             "a mapping",
             "write {} to take the defaults; its keys are replicas, threads",
         ),
-        ("route.map.sort=3", "route.map.sort", "text, or a mapping of names to numbers", ""),
+        ("route.map.sort=3", "route.map.sort", "a string, or a mapping of names to numbers", ""),
         ("route.map.sort={a: b}", "route.map.sort.a", "a number", ""),
-        ("route.map=a", "route.map", "a mapping of names to text or mappings", ""),
+        ("route.map=a", "route.map", "a mapping of names to strings or mappings", ""),
         (
             "teachers.math.modell=x",
             "teachers.math.modell",

@@ -103,7 +103,7 @@ def test_the_json_schema_is_json_and_closed() -> None:
         (["train.epochs=2", "train.minibatches=4"], 256, 8, "64 sessions each"),
         (["algorithm.advantage=remax"], 256, 1, "and 32 greedy ones"),
         (["refills=4"], 256, 1, "refilled up to 4 times"),
-        (["algorithm.loss=supervised", "algorithm.advantage=none"], 32, 1, "32 demonstrations per"),
+        (["algorithm.loss=supervised", "algorithm.advantage=none"], 32, 1, "32 examples per"),
     ],
 )
 def test_the_sizes_of_a_step_follow_from_the_recipe(

@@ -73,7 +73,7 @@ def test_the_folder_is_the_recipes_name_if_none_is_given():
 def test_nothing_is_written_over():
     Path("here").mkdir()
     Path("here/student.yaml").write_text("mine")
-    assert "here/student.yaml: already there" in run("init", "mopd", "here", exit_code=2)
+    assert "here/student.yaml already exists" in run("init", "mopd", "here", exit_code=2)
     assert [file.name for file in Path("here").iterdir()] == ["student.yaml"]
     assert Path("here/student.yaml").read_text() == "mine"
 

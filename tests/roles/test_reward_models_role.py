@@ -304,7 +304,7 @@ def test_the_check_describes_reward_models_before_weights_are_loaded(tmp_path: P
                 "algorithm": {"loss": "supervised", "advantage": "none"},
                 "eval": {"rows": 0},
             },
-            r"reward\.models: found .* while no answer is judged",
+            r"reward\.models: found .* while no reward is computed",
         ),
     ],
     ids=["checker", "function", "unasked"],

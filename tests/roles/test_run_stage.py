@@ -154,7 +154,7 @@ def test_a_rank_with_padding_alone_takes_part_and_writes_nothing(learner: Learne
 @pytest.mark.parametrize("names", [["ref_logprobs"], ["ref_logprobs", "old_logprobs", "values"], []])
 def test_writing_other_columns_than_declared_is_an_error(learner: Learner, names: list[str]) -> None:
     learner.returned = make_columns(BATCH, names)
-    with pytest.raises(StoreError, match="stage 'old_logprobs' declares that it writes"):
+    with pytest.raises(StoreError, match="stage 'old_logprobs' declares the writes"):
         learner.old_logprobs(StepInfo(BATCH))
     with pytest.raises(StoreError, match="ref_logprobs"):
         learner.store.get(BATCH, ["ref_logprobs"])

@@ -59,7 +59,7 @@ def test_who_waits_too_long_is_told_for_what():
     turns = WeightTurns(0.05, held=2)
     with (
         turns.use(2, lambda: None),
-        pytest.raises(DeadlineError, match=r"weights of step 5 wait .*sample by weights of step 2"),
+        pytest.raises(DeadlineError, match=r"weights of step 5 wait .*with the weights of step 2"),
         turns.use(5, lambda: None),
     ):
         pass

@@ -149,7 +149,7 @@ def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreT
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"model": "other"}, 404, "no model 'other' here, but 'tiny'"),
+        ({"model": "other"}, 404, "unknown model 'other', expected 'tiny'"),
         ({"prompt": [5, 63]}, 400, "token id 63 is not below the vocabulary's size of 63"),
         ({"prompt": [5, -1]}, 400, "prompt.1: "),
         ({"prompt": []}, 400, "prompt: "),
@@ -160,9 +160,9 @@ def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreT
         ({"temperature": 0.7}, 400, "temperature: "),
         ({"stream": True}, 400, "stream: "),
         ({"n": 2}, 400, "n: "),
-        ({"prompt_logprobs": 64}, 400, "the limit is 63"),
+        ({"prompt_logprobs": 64}, 400, "the limit of 63"),
         ({"packed_scores": {"start": 5, "top_k": 1}}, 400, "packed_scores.start is 5"),
-        ({"packed_scores": {"start": 1, "top_k": 9, "vocab": 8}}, 400, "the limit is 8"),
+        ({"packed_scores": {"start": 1, "top_k": 9, "vocab": 8}}, 400, "the limit of 8"),
     ],
 )
 def test_what_it_can_not_do_is_refused_with_a_sentence(

@@ -242,8 +242,8 @@ def test_tools_are_shown_in_every_context():
     ("template", "new", "reason"),
     [
         ("refuses_tools", [tool_result("calculator", "1")], r"refused a conversation \(user, .*tool\)"),
-        ("chatml", [{"role": "user", "content": [{"type": "image"}]}], "something else than text: pictures"),
-        ("chatml", [{"role": "user", "content": None}], "something else than text"),
+        ("chatml", [{"role": "user", "content": [{"type": "image"}]}], "content that is not text: images"),
+        ("chatml", [{"role": "user", "content": None}], "content that is not text"),
         ("chatml", [{"role": "user"}], "expected role and content"),
         ("chatml", ["text"], "expected role and content"),
     ],

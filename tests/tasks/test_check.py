@@ -43,7 +43,7 @@ def test_good_tasks_are_described(tmp_path):
     assert findings(recipe({"sort": {"kind": "sort"}, "file": {"file": file}}))[:3] == [
         "tasks.sort: built-in sort, 128 evaluation prompts",
         f"tasks.file: {file} has 1 rows",
-        "tasks.file: no eval_file, so it is trained on and not evaluated",
+        "tasks.file: not evaluated, as eval_file is not set",
     ]
 
 

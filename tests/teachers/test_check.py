@@ -101,7 +101,7 @@ def test_values_without_a_teacher_are_told_with_their_rows(tmp_path: Path) -> No
     assert "did you mean math?" in lost.suggestion
     assert code.found.endswith("a.jsonl, line 7")
     assert (chat.path, poems.path) == ("teachers.chat", "route.map.poems")
-    assert "no prompt goes to (by s: math, maths, code)" in chat.found
+    assert "without prompts (by s: math, maths, code)" in chat.found
 
 
 def test_many_values_without_a_teacher_are_counted(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_another_chat_template_matters_if_prompts_are_chats() -> None:
     teacher = make_tokenizer()
     teacher.chat_template = "{{ messages }}"
     (found,) = compare_vocabularies(make_tokenizer(), teacher, "t", chat=True)
-    assert "a chat template that is not the student's" in found.found
+    assert "a chat template that differs from the student's" in found.found
     teacher.chat_template = None
     (found,) = compare_vocabularies(make_tokenizer(), teacher, "t", chat=True)
     assert "no chat template of the teacher" in found.found
@@ -192,7 +192,7 @@ def test_another_chat_template_matters_if_prompts_are_chats() -> None:
         (30, None, 0, None),
         (None, None, 0, None),
         (64, 30, 0, None),
-        (29, None, 0, "a prompt of 20 tokens + 10 of answer = 30, expected at most 29"),
+        (29, None, 0, "a prompt of 20 tokens + 10 of response = 30, expected at most 29"),
         (30, None, 1, "answer + 1 = 31, expected at most 30"),
         (64, 29, 0, "expected at most 29"),
         (None, 29, 0, "expected at most 29"),
@@ -246,7 +246,7 @@ def test_what_a_teacher_reads_before_counts_against_its_context(tmp_path: Path) 
     file = rows(tmp_path / "a.jsonl", {"hint": "x" * 60}, {"hint": ""})
     teacher = {"model": folder, "prompt_prefix": "{hint}"}
     found = problems(lambda: check(recipe({"a": file}, {"t": teacher})))
-    assert "a prompt of 64 tokens + 10 of answer = 74" in found["teachers.t.context"]
+    assert "a prompt of 64 tokens + 10 of response = 74" in found["teachers.t.context"]
 
 
 def test_a_teachers_context_is_held_against_its_own_prompts_only(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_teachers_context_is_held_against_its_own_prompts_only(tmp_path: Path)
 
 def test_a_copy_of_the_student_has_the_students_context() -> None:
     spec = recipe(SORT, {"t": {"student": {"every": 2}}})
-    assert check(spec, student_context=30) == ["teacher t: a copy of the student, renewed every 2 steps"]
+    assert check(spec, student_context=30) == ["teacher t: a copy of the student, updated every 2 steps"]
     assert set(problems(lambda: check(spec, student_context=29))) == {"teachers.t.context"}
 
 

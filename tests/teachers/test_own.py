@@ -130,7 +130,7 @@ def test_head_and_hidden_states_give_the_whole_distribution(own: TeacherScorer, 
 def test_a_row_the_model_can_not_score_fails_alone_with_its_name(own: TeacherScorer):
     with pytest.raises(TeacherError, match=r"teacher math .*prompt 7: .*token ids outside"):
         score(own, [ScoreRequest([5, 100_000, 6], 1, "prompt 7"), *rows(3)])
-    with pytest.raises(TeacherError, match=r"teacher math .*prompt 9: 101 tokens, its context is 100"):
+    with pytest.raises(TeacherError, match=r"teacher math .*prompt 9: 101 tokens exceed its context of 100"):
         score(own, [ScoreRequest([5] * 101, 1, "prompt 9")])
     assert len(score(own, rows(3))) == 3
 

@@ -216,7 +216,7 @@ def test_check_tells_what_each_adapter_is_on_and_refuses_others(folder: Path, tm
         for line in found
     )
     full = preflight.check_without_models(recipe(folder, tmp_path, lora=False).recipe).findings
-    assert any("which is loaded for it: the student trains all of its own weights" in line for line in full)
+    assert any("loaded separately because the student trains all its weights" in line for line in full)
     other = save_teacher(tmp_path / "other", seed=1)
     with pytest.raises(RecipeError, match=r"(?s)teachers\.\w+\.adapter: .*trained on another base"):
         preflight.preflight(recipe(folder, tmp_path, f"model.path={other}"))

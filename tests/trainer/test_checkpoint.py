@@ -40,5 +40,5 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_half_one(tmp_path
 
 
 def test_resuming_without_a_checkpoint_says_so(tmp_path: Path):
-    with pytest.raises(PracticumError, match="no checkpoint to resume from"):
+    with pytest.raises(PracticumError, match="has no checkpoint"):
         Checkpoints(tmp_path, 1).latest()

@@ -131,7 +131,7 @@ def test_a_teacher_that_does_not_see_is_refused_before_anything_runs(tmp_path: P
         ({"model": blind}, "a vision model, as the student is"),
         (
             {"model": "m", "url": "http://127.0.0.1:1/v1", "tokenizer": blind},
-            "for a student that sees pictures",
+            "for a student that takes images",
         ),
     ):
         with pytest.raises(RecipeErrors, match=said):

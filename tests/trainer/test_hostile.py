@@ -170,7 +170,7 @@ def test_a_run_that_was_killed_as_it_began_is_known_by_its_first_file(tmp_path: 
         ):
             choose_folder(folder, resume=True, fresh=False)
         if is_used:
-            with pytest.raises(PracticumError, match="holds a run already"):
+            with pytest.raises(PracticumError, match="already holds a run"):
                 choose_folder(folder, resume=False, fresh=False)
         else:
             choose_folder(folder, resume=False, fresh=False)

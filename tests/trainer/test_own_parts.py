@@ -141,7 +141,7 @@ def test_with_the_signal_sampled_a_divergence_is_of_log_ratios(beside: Path, thr
     recipe = tiny(beside, teachers={"old": {"student": {}}}, distill=distill).recipe
     assert recipe.distill is not None
     (finding,) = check_parts(recipe)
-    assert finding == "parts of your own that can be used: distill.divergence kl:log_cosh"
+    assert finding == "custom parts, each called once: distill.divergence kl:log_cosh"
     logprobs_N, teacher_N = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
     found = sampled_divergence(recipe.distill.divergence, logprobs_N, teacher_N)
     assert found.tolist() == pytest.approx([0.0, math.log(math.cosh(1.0))])
@@ -304,7 +304,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_an_installed_package_registers_a_name(tmp_path: Path, package: Callable[[str], None]):
     package("first_package")
     loaded = tiny(tmp_path, "train.steps=1", **algorithm(advantage="median"))
-    assert check_parts(loaded.recipe) == ["parts of your own that can be used: algorithm.advantage median"]
+    assert check_parts(loaded.recipe) == ["custom parts, each called once: algorithm.advantage median"]
     with pytest.raises(RecipeErrors, match="did you mean median"):
         tiny(tmp_path, **algorithm(advantage="medain"))
     with pytest.raises(
@@ -327,5 +327,7 @@ def test_the_command_line_checks_parts_beside_the_recipe(beside: Path, monkeypat
     found = CliRunner().invoke(app, ["check", "../recipe.yaml", "--all"])
     assert found.exit_code == 0, found.output
     words = " ".join(found.output.split())
-    assert "can be used: algorithm.advantage median:median, algorithm.loss spo:spo, algorithm.aggr" in words
+    assert (
+        "each called once: algorithm.advantage median:median, algorithm.loss spo:spo, algorithm.aggr" in words
+    )
     assert "algorithm.loss: ../spo.py" in words or f"algorithm.loss: {beside}/spo.py" in words

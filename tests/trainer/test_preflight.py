@@ -33,7 +33,7 @@ def test_a_sound_recipe_is_described(tmp_path: Path):
 
 ONE_ROW = "tasks={t: {file: rows.jsonl}}"
 REFUSED = {
-    "tasks.t": ([ONE_ROW], "a" * 60, r"line 1: a prompt of 60 tokens \+ 6 of answer = 66"),
+    "tasks.t": ([ONE_ROW], "a" * 60, r"line 1: a prompt of 60 tokens \+ 6 of response = 66"),
     "tasks.t (characters)": ([ONE_ROW], "größe?", "line 1: a row with unknown characters"),
     "tasks.t.too_long": ([ONE_ROW, "tasks.t.too_long=skip"], "a" * 60, "all rows of"),
     "rollout.context": (["rollout.context=65"], "", "the model's context of 64"),
@@ -57,7 +57,7 @@ def test_every_row_is_measured_and_the_long_ones_are_named_by_file_and_line(tmp_
     with pytest.raises(RecipeErrors) as raised:
         preflight(tiny(tmp_path, tasks=tasks))
     text = str(raised.value)
-    assert "rows.jsonl, line 2501: a prompt of 80 tokens + 6 of answer = 86" in text
+    assert "rows.jsonl, line 2501: a prompt of 80 tokens + 6 of response = 86" in text
     assert "rows.jsonl, line 2502: a prompt of 70 tokens" in text
     assert "tasks.long.too_long to skip or cut" in text
 
@@ -66,10 +66,10 @@ def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path: Path):
     (tmp_path / "held_out").mkdir()
     train, held_out = rows(tmp_path, "a=", "b=", "c=", "d="), rows(tmp_path / "held_out", "b=", "e=", "b=")
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train, "eval_file": held_out}})).findings
-    told = "tasks.mine: 1 of its 2 different evaluation prompts are trained on too"
+    told = "tasks.mine: 1 of its 2 different evaluation prompts are also training prompts"
     assert [text for text in found if text.startswith(told)]
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train}})).findings
-    assert not [text for text in found if "trained on too" in text]
+    assert not [text for text in found if "also training prompts" in text]
 
 
 def test_rows_that_are_too_long_are_skipped_and_counted(tmp_path: Path):
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_cut_keeps_its_end(tmp_path: Path):
     task = {"file": rows(tmp_path, "a" * 80 + "12="), "too_long": "cut"}
     loaded = tiny(tmp_path, "train.prompts=1", tasks={"t": task})
     recipe = loaded.recipe
-    assert any("1 prompts lose their beginning" in line for line in preflight(loaded).findings)
+    assert any("1 prompts are cut at the start" in line for line in preflight(loaded).findings)
     tokenizer = load_tokenizer(recipe.model)
     (prompt,) = make_stream(recipe.tasks, recipe.seed).take(1)
     ids = make_encoder(recipe, tokenizer)(prompt).ids
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_cut_keeps_its_end(tmp_path: Path):
 
 def test_a_session_without_room_for_an_answer_says_so(tmp_path: Path):
     loaded = tiny(tmp_path, agent={"loop": "tests.trainer.loops:crowded"})
-    with pytest.raises(PracticumError, match="no room for an answer: prompt of 100 tokens, context 64"):
+    with pytest.raises(PracticumError, match=r"prompt \(100 tokens\) leaves no room"):
         train_loaded(loaded, tmp_path / "run")
 
 

@@ -42,7 +42,7 @@ def resume(folder: Path, *options: str) -> Result:
             "model.random_init.layers=3",
             "model.random_init.layers: 2 → 3\n    the checkpoint holds the weights of another",
         ),
-        ("model.dtype=float64", "have the other number type"),
+        ("model.dtype=float64", "have the other dtype"),
         ("train.optimizer=my:optimizer", "holds the state of the other optimizer"),
         ("algorithm.kl={place: reward, target: 0.1}", "an adapted weight is part of every checkpoint"),
         ("critic={lr: 1e-3}", "a critic's weights and optimizer state are part of every checkpoint"),

@@ -187,7 +187,7 @@ def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(
     assert len(metrics_of(tmp_path / "run")) == 3
     capsys.readouterr()
     train_loaded(tiny(tmp_path, "train.steps=2"), tmp_path / "run", resume=True)
-    assert "all 2 steps are done already: --set train.steps=N continues the run" in capsys.readouterr().out
+    assert "all 2 steps are done: --set train.steps=N continues the run" in capsys.readouterr().out
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run", fresh=True)
     assert len(metrics_of(tmp_path / "run")) == 2
 
@@ -272,7 +272,7 @@ def test_fresh_never_touches_files_that_are_not_a_runs(tmp_path: Path, monkeypat
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("mine")
-    with pytest.raises(PracticumError, match="not a run's"):
+    with pytest.raises(PracticumError, match="belong to no run"):
         train_loaded(tiny(tmp_path), folder, fresh=True)
     assert (folder / "recipe.yaml").read_text() == "mine"
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")

@@ -39,7 +39,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stop_after(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         result = run_command("train", folder / "recipe.yaml", "--out", folder / "run")
     assert result.exit_code == 130, result.output
-    assert f"{folder / 'run'} is its model so far" in result.output
+    assert f"{folder / 'run'} (use the run folder" in result.output
     begin = result.output.splitlines()[:3]
     assert begin == [
         "loading torch …",
@@ -84,13 +84,13 @@ def test_an_export_that_can_not_be_is_refused_with_what_there_is(stopped: Path, 
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     for words, sentence in [
-        (["--step", "7"], "has no checkpoint of step 7: there are those of "),
+        (["--step", "7"], "has no checkpoint of step 7, only of "),
         (["--step", "2", "--to", tmp_path / "used"], "is there already"),
-        (["--step", "2", "--best"], "name two checkpoints"),
+        (["--step", "2", "--best"], "either --step or --best"),
     ]:
         result = run_command("export", stopped / "run", *words)
         assert (result.exit_code, sentence in result.output) == (2, True), result.output
-    assert "is no run folder and no checkpoint" in run_command("export", tmp_path).output
+    assert "is not a run folder or checkpoint" in run_command("export", tmp_path).output
 
 
 def test_files_are_readable_as_the_umask_says(tmp_path: Path):

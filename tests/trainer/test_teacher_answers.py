@@ -88,7 +88,7 @@ def test_right_answers_of_each_prompts_teacher_are_learnt(
 
 def test_a_step_without_a_right_answer_stops_the_run(folder: Path):
     loaded = write(folder, reward={"functions": [{"use": "checker"}]})
-    with pytest.raises(PracticumError, match="accept none of the teachers' 8 answers"):
+    with pytest.raises(PracticumError, match="none of the teachers' 8 responses"):
         train_loaded(loaded, folder / "run")
 
 

@@ -1,1 +1,1 @@
-"""The commands of the command line. Each imports what it needs when it runs: help comes at once."""
+"""The commands of the command line. Each imports its dependencies when it runs, so that --help is fast."""

@@ -1,4 +1,4 @@
-"""The app that commands are added to, the options that they share, and how errors are shown."""
+"""The typer app of all commands, shared options, and the display of errors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from practicum.errors import PracticumError, machine_trouble
 
 
 class _Commands(TyperGroup):
-    """Shows a PracticumError as its sentences, on stderr, without a traceback."""
+    """Prints the message of a PracticumError to stderr, without a traceback."""
 
-    # Any: some versions of typer bring their own click, whose Context is another class.
+    # Any: some versions of typer include their own click with another class Context.
     def invoke(self, ctx: Any) -> Any:
         try:
             try:
                 os.getcwd()
             except FileNotFoundError:
-                raise PracticumError("the folder that you are in is gone: go to another one") from None
+                raise PracticumError(
+                    "the current directory no longer exists: change to another one"
+                ) from None
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             typer.echo("stopped", err=True)
@@ -48,8 +50,8 @@ app = typer.Typer(
     help="Post-train language models: reinforcement learning and on-policy distillation.",
     epilog="Start with `practicum demo`, then `practicum recipes`. Examples are for a checkout; elsewhere, "
     "`practicum init sort recipes/sort` brings their files. "
-    "Exit codes: 0 done, 2 a mistake that a message names, 130 or 143 interrupted, 1 an error of practicum; "
-    "of diff and replay: 1 numbers differ; of doctor: 1 something is wrong.",
+    "Exit codes: 0 done, 2 a user error, 130 or 143 interrupted, 1 an internal error. diff and replay exit "
+    "with 1 if numbers differ, doctor if a check fails.",
 )
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
@@ -58,7 +60,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one value, written as YAML: --set train.lr=1e-5. May be repeated.",
+        help="Override a value, written as YAML: --set train.lr=1e-5. May be repeated.",
     ),
 ]
 
@@ -79,5 +81,5 @@ def _options(
 
 
 def say_loading(what: str = "torch") -> None:
-    """The first sign of life: importing torch takes seconds."""
+    """Print that a slow import starts."""
     typer.echo(f"loading {what} …", err=True)

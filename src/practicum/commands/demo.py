@@ -1,4 +1,4 @@
-"""`practicum demo`: a tiny model from nothing, a specialist for each domain by GRPO, one student of all."""
+"""`practicum demo`: train a tiny base model, a GRPO specialist per domain, and one student of all three."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Scores = Mapping[str, float]
 Rows = Mapping[str, Scores]
 
 _PURPOSES = {
-    BASE: "a tiny model from nothing, supervised on all domains, stopped early",
-    STUDENT: "the base model again, corrected token by token by the specialist of each prompt",
+    BASE: "a tiny model from scratch, SFT on all domains, stopped early",
+    STUDENT: "the base model, distilled on-policy from the specialist of each prompt",
 }
-_SPECIALIST = "the base model becomes a specialist by GRPO, from rewards alone"
+_SPECIALIST = "the base model, trained by GRPO into a specialist"
 BASE_BAND = (0.6, 0.8)
-"""Where the mean of the base model lies."""
+"""Expected range of the base model's mean."""
 RISE, CEILING = 0.1, 0.95
-"""A specialist is this much above the base model on its domain, or at the ceiling."""
+"""Expected gain of a specialist over the base model on its domain, unless it is at the ceiling."""
 OF_THE_WAY = 0.9
-"""How far the student comes at least from the base model to each specialist."""
+"""Minimum expected part of the way from the base model to each specialist."""
 
 
 def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str, dict[str, float]]:
-    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and show who can do what.
+    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and print the scores.
 
-    `seed` replaces the recipes' own. Returns the final table (`demo_rows`).
+    `seed` replaces the recipes' seed. Returns the final table (`demo_rows`).
     """
     console, began = Console(), time.monotonic()
     recipes = demo_recipes(out, seed)
@@ -73,7 +73,7 @@ def demo_recipes(out: Path, seed: int | None = None) -> dict[str, LoadedRecipe]:
 
 
 def demo_rows(exam: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
-    """Return the final table: each model's score by domain and their mean, and how far the student came.
+    """Return the final table: each model's score by domain, their mean, and the student's progress.
 
     The last row is the student's part of the way from the base model to each domain's specialist.
     """
@@ -88,7 +88,7 @@ def demo_rows(exam: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
 
 
 def shortfalls(rows: Rows) -> list[str]:
-    """Return a sentence for each expectation of recipes/mopd/README.md that the table does not meet."""
+    """Return a message for each expectation of recipes/mopd/README.md that the table does not meet."""
     base, student, way = rows[BASE], rows[STUDENT], rows[WAY]
     low, high = BASE_BAND
     sentences = []

@@ -1,7 +1,7 @@
-"""`practicum doctor`: what this machine has, and whether practicum's numbers are right on it.
+"""`practicum doctor`: describe this machine, and check practicum's numerics on it.
 
-Each examination is a line: a fact, or a result that is ok, worth a note, or wrong. The steps are real runs of
-a tiny model, with the probes and checks that every run has.
+Each line is a fact, or a result: ok, note or wrong. The steps are runs of a tiny model with the probes and
+checks of every run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from practicum.trainer.run import train_loaded
 Result = Literal["", "ok", "note", "wrong"]
 GIB = 2**30
 _GAP = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference of a token's logprob between engine and learner."""
+"""Maximum difference of a token's logprob between engine and learner."""
 _RECIPE: dict[str, Any] = {
     "name": "doctor",
     "model": {
@@ -51,7 +51,7 @@ _RECIPE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `result` is empty for a fact."""
+    """A line of the report. `result` is empty for a fact."""
 
     name: str
     result: Result
@@ -62,7 +62,7 @@ class Finding:
 
 
 def letters(sample: RewardSample) -> float:
-    """A reward that differs between almost any two answers."""
+    """Return a reward that differs between most responses."""
     return sum(map(ord, sample.response_text)) % 7 / 6
 
 
@@ -79,7 +79,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _facts() -> Iterator[Finding]:
-    """Yield what the machine has, and whether its packages are those that practicum asks for."""
+    """Yield the machine's hardware, and check the versions of its packages."""
     memory = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.1f} GiB"
     yield Finding("machine", "", f"{platform.platform()}, Python {platform.python_version()}")
     yield Finding("CPU", "", f"{count_cores()} cores, {memory}, {torch.backends.cpu.get_cpu_capability()}")
@@ -103,9 +103,9 @@ def _facts() -> Iterator[Finding]:
         elif version is not None and not requirement.specifier.contains(version, prereleases=True):
             unmet.append(f"{requirement.name} is {version}, expected {requirement.specifier}")
     if unmet:
-        yield Finding("requirements", "wrong", f"{'; '.join(unmet)}: install these versions")
+        yield Finding("requirements", "wrong", f"{'; '.join(unmet)}: install the expected versions")
     else:
-        yield Finding("requirements", "ok", "all packages have a version that practicum asks for")
+        yield Finding("requirements", "ok", "all packages have a supported version")
 
 
 def _steps(dtype: str, **sections: Mapping[str, Any]) -> tuple[Result, str]:
@@ -139,7 +139,7 @@ def _packed() -> tuple[Result, str]:
 
 
 def _speeds() -> tuple[Result, str]:
-    """Measure matrix products, and copies in memory or to the accelerator."""
+    """Measure the speed of matrix products, and of copies in memory or to the accelerator."""
     device, shown = find_accelerator() or torch.device("cpu"), []
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(1024, 1024, dtype=dtype, device=device)

@@ -24,30 +24,29 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run folder's newest checkpoint.")
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Replace the run that the folder holds already.")
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace an existing run in the folder.")] = False,
     change: Annotated[
         bool,
         typer.Option(
-            "--change", help="With --resume: continue with other values than the run had, and record them."
+            "--change", help="With --resume: allow values that differ from the run's, and record them."
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Run folder, in place of runs/NAME.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Run folder. Default: runs/NAME.")
     ] = None,
     view: Annotated[
-        bool, typer.Option("--view", help="Show the run in a browser meanwhile: prints the address.")
+        bool,
+        typer.Option("--view", help="Serve a page about the run while it trains, and print its address."),
     ] = False,
 ) -> None:
-    """Train by a recipe, or by several one after another.
+    """Train a recipe, or several one after another.
 
     practicum train recipes/sort/start.yaml --set train.steps=20 --out runs/short
     """
     if resume and fresh:
-        raise typer.BadParameter("--resume continues a run, --fresh replaces it: give one of them")
+        raise typer.BadParameter("use either --resume, which continues a run, or --fresh, which replaces it")
     if change and not resume:
-        raise typer.BadParameter("--change is for a run that continues: give --resume as well")
+        raise typer.BadParameter("--change needs --resume")
     from practicum.recipe.load_recipe import load_recipe
     from practicum.trainer.run_folder import choose_folder, folder_of
 
@@ -70,13 +69,13 @@ def demo(
         "runs/mopd"
     ),
     seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="In place of the recipes' seed, 1.")
+        int | None, typer.Option("--seed", metavar="N", help="Random seed. Default: the recipes', 1.")
     ] = None,
 ) -> None:
-    """Train specialists and one student of them all on this machine, in minutes.
+    """Train three specialists and distil them into one student on this machine, in minutes.
 
-    A tiny base model from demonstrations, a specialist for each of three domains by GRPO, then one student
-    corrected by all three (on-policy distillation), and a table of who can do what. No GPU, no network.
+    Trains a tiny base model by SFT, a GRPO specialist for each of three domains, then one student by
+    on-policy distillation from all three, and prints a table of scores. Needs no GPU and no network.
     """
     say_loading()
     from practicum.commands.demo import run_demo
@@ -93,11 +92,11 @@ def evaluate(
         typer.Option("--model", metavar="PATH", help="Folder, hub name, run or checkpoint to evaluate."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the scores as JSON; all else goes to stderr.")
+        bool, typer.Option("--json", help="Print the scores as JSON, and all other output to stderr.")
     ] = False,
     answers: Annotated[
         Path | None,
-        typer.Option("--answers", metavar="FILE", help="Write the answers too, as lines of JSON."),
+        typer.Option("--answers", metavar="FILE", help="Write the responses to a JSONL file."),
     ] = None,
 ) -> None:
     """Evaluate a model on the held-out prompts of a recipe.
@@ -122,21 +121,23 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a checkpoint of one.")],
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", help="Of this step; unset: the newest."),
+        typer.Option("--step", metavar="N", help="Step of the checkpoint. Default: the newest."),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by the evaluations.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the checkpoint with the best evaluation.")
+    ] = False,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="DIR", help="New folder; unset: RUN/exports/step-N.")
+        Path | None, typer.Option("--to", metavar="DIR", help="New folder. Default: RUN/exports/step-N.")
     ] = None,
 ) -> None:
     """Write a checkpoint's model in HuggingFace format.
 
-    With its tokenizer, for everything that reads such folders. Needs no GPU.
+    The folder includes the tokenizer. Needs no GPU.
 
     practicum export runs/short --to models/short
     """
     if best and step is not None:
-        raise typer.BadParameter("--step and --best name two checkpoints: give one of them")
+        raise typer.BadParameter("use either --step or --best")
     say_loading()
     from practicum.trainer.run_models import export_run
 
@@ -152,11 +153,11 @@ def merge(
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="New folder.")],
     weights: Annotated[
         list[float] | None,
-        typer.Option("--weight", metavar="W", help="Factor of a RUN's change, once for each; unset: 1 / N."),
+        typer.Option("--weight", metavar="W", help="Weight of a RUN's change, once per RUN. Default: 1 / N."),
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="PATH", help="What they were trained from; unset: as the runs say."),
+        typer.Option("--base", metavar="PATH", help="Base model. Default: the one that the runs name."),
     ] = None,
 ) -> None:
     """Merge models of one base: base + Σ weight × (model − base).
@@ -182,43 +183,54 @@ def serve(
         typer.Option(
             "--adapter",
             metavar="NAME=PATH",
-            help="A LoRA adapter of MODEL, served under its name beside it; may be given several times.",
+            help="A LoRA adapter of MODEL, served under NAME. May be repeated.",
         ),
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port, or 0 for any free one.")
+    ] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key", envvar="PRACTICUM_API_KEY", help="Key that requests must bring; better as variable."
+            "--api-key",
+            envvar="PRACTICUM_API_KEY",
+            help="API key that requests must send. Prefer the variable.",
         ),
     ] = None,
     no_key: Annotated[
-        bool, typer.Option("--no-key", help="With --host: let everybody use it, without a key.")
+        bool, typer.Option("--no-key", help="With --host: serve other machines without a key.")
     ] = False,
     max_body_mb: Annotated[
         float | None,
-        typer.Option("--max-body-mb", min=0.001, help="MiB of a request; unset: room for the context."),
+        typer.Option(
+            "--max-body-mb", min=0.001, help="Maximum MiB of a request. Default: enough for the context."
+        ),
     ] = None,
-    connections: Annotated[int, typer.Option("--connections", min=1, help="Connections at once.")] = 256,
+    connections: Annotated[
+        int, typer.Option("--connections", min=1, help="Maximum concurrent connections.")
+    ] = 256,
     name: Annotated[
-        str | None, typer.Option("--name", help="The model's name on the server; unset: MODEL.")
+        str | None, typer.Option("--name", help="Name of the model on the server. Default: MODEL.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", min=2, help="Longest sequence; unset: the model's.")
+        int | None,
+        typer.Option("--context", min=2, help="Maximum tokens of a sequence. Default: the model's."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="float32, bfloat16 or float64; unset: float32 on a CPU, else bfloat16."),
+        typer.Option(
+            "--dtype", help="float32, bfloat16 or float64. Default: float32 on a CPU, else bfloat16."
+        ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads; unset: all cores.")
+        int | None, typer.Option("--threads", min=1, help="CPU threads. Default: all cores.")
     ] = None,
 ) -> None:
     """Serve a model as a teacher, for recipes with `url`.
 
-    Scores prompts by vLLM's form of /v1/completions with the torch engine (docs/vllm.md shows the command for
-    vLLM). Other machines need --host and a key. Ctrl-C ends it.
+    Scores prompts through /v1/completions in vLLM's format with the torch engine (docs/vllm.md shows the
+    command for vLLM). Serving other machines needs --host and a key. Ctrl-C stops the server.
 
     practicum serve runs/short/export --port 8000
     """
@@ -245,18 +257,18 @@ def serve(
 
 @contextmanager
 def _viewed(folders: list[Path]) -> Iterator[None]:
-    """The page over these runs while they train."""
+    """Serve the page about these runs while they train."""
     from practicum.observe.view.serve_view import view_beside
 
     with view_beside(folders) as address:
         typer.echo(f"view: {address}")
         yield
-    typer.echo(f"the page has ended with the run: practicum view {folders[-1]} opens it again")
+    typer.echo(f"the page has closed with the run: practicum view {folders[-1]} reopens it")
 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send all that is printed inside to stderr, also by users' functions and other processes."""
+    """Redirect stdout to stderr, including the output of users' functions and other processes."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

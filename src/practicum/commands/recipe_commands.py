@@ -1,4 +1,4 @@
-"""Commands about recipes: what there is, what one means, whether it can run, what it will take."""
+"""Commands about recipes: recipes, init, check, explain, plan, schema and tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from practicum.errors import ClusterError
 def recipes() -> None:
     """List the recipes that come with practicum.
 
-    With what each shows and what it should reach. `practicum init NAME` copies one.
+    Each with its subject and expected score. `practicum init NAME` copies one.
     """
     from practicum.recipe.shipped import list_recipes
 
@@ -25,7 +25,7 @@ def recipes() -> None:
             typer.echo(f"  {recipe.name}: {recipe.about}")
             if recipe.expected is not None:
                 typer.echo(f"    expected: {recipe.expected}")
-    typer.echo("\npracticum init NAME [DIR] copies a folder or one recipe, ready to change")
+    typer.echo("\npracticum init NAME [DIR] copies a folder of recipes or one recipe")
 
 
 @app.command(no_args_is_help=True)
@@ -34,12 +34,12 @@ def init(
         str, typer.Argument(metavar="NAME", help="A folder, such as sort, or a recipe, sort/ppo.")
     ],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Where to put it; unset: ./NAME.")
+        Path | None, typer.Argument(metavar="[DIR]", help="Target folder. Default: ./NAME.")
     ] = None,
 ) -> None:
-    """Copy recipes that come with practicum, ready to change.
+    """Copy recipes that come with practicum, for you to edit.
 
-    With their data, functions and README. Files that are there already are not written over.
+    Copies their data, functions and README too. Existing files are not overwritten.
 
     practicum init sort mine
     """
@@ -51,21 +51,19 @@ def init(
 
 @app.command(no_args_is_help=True)
 def check(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files, looked at one after another.")
-    ],
+    files: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files.")],
     overrides: Overrides = None,
     static: Annotated[
-        bool, typer.Option("--static", help="Only what can be known without loading anything.")
+        bool, typer.Option("--static", help="Check only the recipe, without loading files or models.")
     ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also every value and where it came from, and the stages.")
+        bool, typer.Option("--all", help="Also show all values with their origins, and the stages.")
     ] = False,
 ) -> None:
-    """Say whether a recipe can run, and what it means, on one screen.
+    """Check a recipe, and summarise it on one screen.
 
-    First what was found in its files and model, then what differs from the defaults, then the sizes. What
-    `train` would refuse is refused here.
+    Shows findings about files and models, changes from the defaults, and sizes. `check` refuses whatever
+    `train` would refuse.
 
     practicum check recipes/sort/start.yaml --set rollout.max_num_seqs=64
     """
@@ -74,7 +72,7 @@ def check(
     all_loaded = [api.load_recipe(file, overrides or []) for file in files]
     if not static:
         say_loading()
-    more = "" if everything else "; --all shows every value and where it came from"
+    more = "" if everything else "; --all shows all values with their origins"
     for loaded in all_loaded:
         typer.echo(api.check(loaded, static=static).text(everything=everything))
         typer.echo(f"\nok{' (static part only)' if static else ''}{more}")
@@ -84,7 +82,7 @@ def check(
 def explain(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Draw the stages of a step.
 
-    Each with what it reads and writes; those that the recipe does not need, with the reason.
+    Shows what each stage reads and writes, and why stages are skipped.
 
     practicum explain recipes/sort/grpo.yaml --set algorithm.kl.place=loss
     """
@@ -102,13 +100,15 @@ def plan(
     recipe: RecipePath,
     cluster: Annotated[
         Path | None,
-        typer.Option("--cluster", metavar="FILE", help="Machines of a cluster (YAML); unset: this machine."),
+        typer.Option(
+            "--cluster", metavar="FILE", help="Machines of a cluster (YAML). Default: this machine."
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Forecast the memory of a step on a cluster, and who sits where.
+    """Forecast the memory of a step, and the placement of the roles.
 
-    What does not fit is an error. With --cluster the roles are Ray actors.
+    A recipe that does not fit is an error. With --cluster, roles are Ray actors.
 
     practicum plan recipes/sort/start.yaml --cluster examples/cluster.yaml
     """
@@ -121,7 +121,7 @@ def plan(
     on_ray = [] if cluster is None else ["runtime.kind=ray"]
     loaded, _ = resolve_models(load_recipe(recipe, [*(overrides or []), *on_ray]), weights=False)
     spec = this_machine() if cluster is None else load_spec(cluster)
-    # A teacher that is not here yet is counted like the student: its layers are not known.
+    # A teacher that is not on this machine yet is counted like the student.
     teachers = {
         name: teacher
         for name, teacher in loaded.recipe.teachers.items()
@@ -141,9 +141,9 @@ def plan(
 def schema(
     as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors.")] = False,
 ) -> None:
-    """Print every key that a recipe can have.
+    """Print all recipe keys.
 
-    With what it takes, its default and a sentence, as Markdown.
+    The Markdown tables have the type, default and description of each.
 
     practicum schema --json > recipe.schema.json
     """

@@ -1,4 +1,4 @@
-"""Commands that look at runs, and at the machine that they run on."""
+"""Commands that inspect runs and this machine: view, diff, replay and doctor."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from practicum.commands.command_app import Overrides, app, say_loading
 def view(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN", help="Run folders, or folders of runs; unset: those in ./runs."),
+        typer.Argument(metavar="RUN", help="Run folders, or folders of runs. Default: ./runs."),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="Unset: 8765, or any free one if that is in use."),
+        typer.Option(
+            "--port", min=0, max=65535, help="Port. Default: 8765, or a free one if that is in use."
+        ),
     ] = None,
     browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs in a browser, live or finished.
 
-    Curves, teachers, answers, tokens, stages, the recipe and the log. For this machine only; Ctrl-C ends it.
+    The page has curves, teachers, responses, tokens, stages, the recipe and the log. Only this machine can
+    open it. Ctrl-C stops the server.
     """
     from practicum.observe.view.serve_view import find_runs, serve_runs
 
@@ -36,10 +39,10 @@ def diff(
     one: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     two: Annotated[Path, typer.Argument(metavar="RUN", help="Another one.")],
 ) -> None:
-    """Compare two runs: recipe keys, and the first number that differs.
+    """Compare two runs: recipe keys, and the first difference in their numbers.
 
-    First the recipe keys that differ, then the first step, row and field whose numbers differ; times are not
-    compared. Exit code 1 if numbers differ, 0 if they are equal.
+    Shows recipe keys that differ, then the first step, row and field whose numbers differ. Times are not
+    compared. The exit code is 1 if numbers differ, else 0.
     """
     from practicum.observe.records.compare_runs import compare_runs, comparison_text
 
@@ -54,14 +57,14 @@ def replay(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run folder, recorded with track.record: all.")
     ],
-    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step to learn again.")],
+    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="The step to repeat.")],
     overrides: Overrides = None,
 ) -> None:
-    """Learn from a recorded step again, and compare.
+    """Repeat the update of a recorded step, and compare.
 
-    Takes the recorded batch and the checkpoint before the step. The run's own recipe must give the same
-    update bit for bit. With --set it shows what would have changed: loss, gradient, clipped tokens, teachers.
-    Exit code 1 if the same recipe gives other numbers.
+    Starts from the recorded batch and the checkpoint before the step. With the run's recipe, the update must
+    be equal bit for bit. With --set, shows the changes in loss, gradient, clipped tokens and teachers. The
+    exit code is 1 if the same recipe has other numbers.
     """
     from practicum.observe.records.read_record import require_run
 
@@ -77,11 +80,11 @@ def replay(
 
 @app.command()
 def doctor() -> None:
-    """See what this machine has and whether practicum's numbers are right on it, in under a minute.
+    """Check this machine and practicum's numerics on it, in under a minute.
 
-    Devices, memory, versions, speeds, and real steps of a tiny model: packed forward against the plain one,
-    engine against learner, float32 and bfloat16, vLLM where it is installed. A table to paste into an issue;
-    the exit code is 1 if something is wrong.
+    Reports devices, memory, versions, speeds, and steps of a tiny model: packed against plain forward pass,
+    engine against learner, float32 and bfloat16, vLLM if installed. Paste the table into an issue. The exit
+    code is 1 if a check fails.
     """
     say_loading()
     from practicum.commands.doctor import examine

@@ -49,7 +49,8 @@ def adapted_linear(x: Tensor, layer: Any, multiply: Callable[..., Tensor] = prod
 def _add(result: Tensor, inner: Tensor, factors: Factors) -> Tensor:
     """Add s · B (A x) in place to the result of the layer without its adapter; `inner` is A x."""
     rows = result.view(-1, result.shape[-1])
-    rows.addmm_(inner.reshape(len(rows), -1), factors.up.t(), alpha=factors.scaling)
+    # Scaled before: where the product is scaled, algebra libraries choose by its shape what they scale.
+    rows.addmm_(inner.reshape(len(rows), -1) * factors.scaling, factors.up.t())
     return result
 
 

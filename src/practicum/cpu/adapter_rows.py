@@ -91,7 +91,7 @@ def _add_product(result_N: Tensor, x_N: Tensor, part: RowPart, factors: Factors)
         inner_N = linear(rows_N.to(down.dtype), down)
         result_N[start:stop].add_(linear(inner_N, up)[start - first : stop - first].mul_(scaling))
         return
-    inner_N = linear(rows_N, down)
+    inner_N = linear(rows_N, down).mul_(scaling)
     inner_N[: start - first] = 0.0
     inner_N[stop - first :] = 0.0
-    result_N[first:last].addmm_(inner_N, up.t(), alpha=scaling)
+    result_N[first:last].addmm_(inner_N, up.t())

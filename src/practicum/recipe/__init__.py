@@ -1,1 +1,1 @@
-"""What the user asked for: typed, validated, explained, and free of torch."""
+"""Define, load, check and explain recipes. Imports no torch."""

@@ -1,7 +1,7 @@
-"""The table of algorithms: their names, and what each needs and reads.
+"""The table of algorithms: their names, requirements and options.
 
 To add one, write a function of that name in the file of `algorithms`, and a line here. A user's own function
-says its traits by a decorator of `practicum.parts`.
+declares its traits with a decorator of `practicum.parts`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from practicum.recipe.own_parts import PARTS, find_part
 
 @dataclass(frozen=True, slots=True)
 class EstimatorTraits:
-    """What an advantage estimator needs, and the options of `algorithm` that only some estimators read."""
+    """Requirements of an advantage estimator, and the options of `algorithm` that only some of them read."""
 
     compares_groups: bool = False
-    """It compares the sessions of one prompt with one another: equal rewards teach nothing."""
+    """It compares the sessions of a prompt: a group with equal rewards has no gradient."""
     greedy_baseline: bool = False
     """It compares each session with the reward of a greedy session of the same prompt."""
     critic: bool = False
     """It estimates advantages from a critic's values."""
     reads: frozenset[str] = frozenset()
     centred: bool = False
-    """A session's tokens have one advantage, and those of a group's sessions add up to 0."""
+    """All tokens of a session have one advantage, and a group's advantages sum to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossTraits:
-    """What a loss of the student needs, and the options of `algorithm` that only some losses read."""
+    """Requirements of a loss, and the options of `algorithm` that only some losses read."""
 
     ratio: bool = True
-    """It compares each token's probability with the one before the update."""
+    """It uses the ratio of each token's probability to that before the update."""
     clips_ratio: bool = False
-    """Ratios outside of 1 - clip_low to 1 + clip_high pull no further."""
+    """It clips the ratio to 1 - clip_low … 1 + clip_high."""
     to_sampler: bool = False
-    """Its ratio is always to the policy that sampled."""
+    """Its ratio is always to the policy that sampled the token."""
     whole_sessions: bool = False
-    """Its ratio is of all tokens of a session, which no mini-batch or micro-batch may cut."""
+    """Its ratio is of a whole session, which mini-batches and micro-batches must not split."""
     reads: frozenset[str] = frozenset()
 
 
@@ -76,7 +76,7 @@ ON_SAMPLED = ("k1", "k2", "k3", "k1_straight", "k3_straight", "abs", "mse")
 ESTIMATOR_OPTIONS = frozenset[str]().union(*(traits.reads for traits in ESTIMATORS.values()))
 LOSS_OPTIONS = frozenset[str]().union(*(traits.reads for traits in LOSSES.values()))
 OWN_ESTIMATOR, OWN_LOSS = EstimatorTraits(reads=ESTIMATOR_OPTIONS), LossTraits(reads=LOSS_OPTIONS)
-"""Traits of a user's function that says nothing of itself: it may read every option."""
+"""Traits of a user's function without a decorator: it may read every option."""
 Traits = TypeVar("Traits", EstimatorTraits, LossTraits)
 
 
@@ -93,11 +93,13 @@ def _traits(kind: str, name: str, builtin: Mapping[str, Traits], silent: Traits)
         return builtin[name]
     traits = getattr(find_part(kind, name, builtin), "traits", silent)
     if not isinstance(traits, type(silent)):
-        found = f"{name!r}, which is decorated as another kind of part"
-        raise RecipeError(PARTS[kind].key, found, f"a function that is decorated with @{kind}, or not at all")
+        found = f"{name!r}, which has the decorator of another kind of part"
+        raise RecipeError(
+            PARTS[kind].key, found, f"a function decorated with @{kind}, or without a decorator"
+        )
     return traits
 
 
 def readers(option: str) -> list[str]:
-    """Estimators or losses that read an option of `algorithm`."""
+    """Return the estimators or losses that read an option of `algorithm`."""
     return sorted(name for name, traits in (ESTIMATORS | LOSSES).items() if option in traits.reads)

@@ -1,22 +1,22 @@
-"""The sizes that follow from a recipe: sessions of a step, optimizer steps, totals."""
+"""Compute the sizes of a recipe: sessions per step, optimizer steps, totals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CHUNK_LOGITS = 2**25
-"""Logits that the learner holds at once: small enough for memory, large enough to use a large head well."""
+"""Logits in memory at a time: small enough for memory, large enough for an efficient large head."""
 CPU_MICROBATCH_TOKENS = 2048
 """On a CPU, larger micro-batches are slower: activations leave the caches (measured, 250 to 4,000 tokens)."""
 
 KV_POSITIONS, KV_SPARE = 64, 1.25
-"""Of the torch engine's KV memory: positions of a slot at first, and what it grows to for each needed one.
-When an engine wakes, this memory is filled with zeros: more of it would cost more than growing does."""
+"""Initial positions per slot of the torch engine's KV memory, and its growth factor. Waking zero-fills the
+memory, so a larger reserve would cost more than growing does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """`samples` is 1 for demonstrations; `baselines` are the greedy sessions of a step."""
+    """Sizes of a step. `samples` is 1 for SFT examples, `baselines` counts the greedy sessions."""
 
     supervised: bool
     steps: int
@@ -30,7 +30,7 @@ class Counts:
 
     @property
     def sessions(self) -> int:
-        """Sessions (demonstrations, if supervised) that one step trains on."""
+        """Number of sessions (examples, if supervised) that a step trains on."""
         return self.prompts * self.samples
 
     @property
@@ -38,8 +38,8 @@ class Counts:
         return self.epochs * self.minibatches
 
     def lines(self) -> list[str]:
-        """The arithmetic in words."""
-        what, batch = "demonstration", f"{_many(self.prompts, 'demonstration')} per step"
+        """Describe the sizes for people."""
+        what, batch = "example", f"{_many(self.prompts, 'example')} per step"
         if not self.supervised:
             what = "session"
             product = f"{_many(self.prompts, 'prompt')} × {_many(self.samples, 'sample')}"
@@ -50,7 +50,7 @@ class Counts:
                 batch += f", refilled up to {_many(self.refills, 'time')}"
         if self.minibatch_size is not None:
             each = f"optimizer steps on up to {_many(self.minibatch_size, 'row')} each"
-            return [batch, f"{_many(self.epochs, 'epoch')} of {each}: how many depends on the rows"]
+            return [batch, f"{_many(self.epochs, 'epoch')} of {each}, as many as the batch's rows need"]
         passes = f"{_many(self.epochs, 'epoch')} × {_many(self.minibatches, 'minibatch')}"
         updates = _many(self.optimizer_steps, "optimizer step")
         return [

@@ -1,4 +1,4 @@
-"""What follows from a recipe's settings: how a step learns, where models run, what the model needs."""
+"""Derive facts from a recipe's settings: shared bases of teachers, traits and sizes of models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # these sections ask this module when their keys are read
 
 
 def products(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
-    """Return the exponents of each teacher's target, of those that do not teach themselves alone."""
+    """Return the exponents of each teacher whose target is a product."""
     used = {name: {n: e for n, e in (t.target or {}).items() if e} for name, t in teachers.items()}
     return {name: target for name, target in used.items() if target and target != {name: 1.0}}
 
 
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
-    """Return the teachers that share a base: adapters, and whole models that adapters are on.
+    """Return groups of teachers that share a base: adapters, and full models that are the base of adapters.
 
-    They share a process: this one, or an engine's own if its settings are the same.
+    A group shares a process: this one, or an engine's if all settings are equal.
     """
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, teacher in teachers.items():
@@ -39,33 +39,33 @@ def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
 
 
 ADAPTER_CONFIG, EXPORTED = "adapter_config.json", "adapter"
-"""A file that every adapter in PEFT's format has, and the folder of an export with the adapter alone: beside
+"""A file that every adapter in PEFT's format has, and the export's folder for the adapter. Next to
 config.json, transformers would load both."""
 
 
 def adapter_folder(named: str) -> Path | None:
-    """The folder with an adapter that a path means: itself, or one in an export; None if there is none."""
+    """Return the adapter folder of a path: the path itself, or a folder in an export. None if neither
+    exists."""
     folder = Path(named).expanduser()
     return next((f for f in (folder, folder / EXPORTED) if os.path.isfile(f / ADAPTER_CONFIG)), None)
 
 
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Models whose pictures practicum knows how to show; others of their kind are text models here."""
+"""Model types with supported image input. Other vision models are used as text models."""
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that configs have for the number of experts."""
+"""Config names of the number of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """`moe`: tokens take experts, which are recorded. `vision`: rows may have pictures and positions of
-    several axes."""
+    """`moe`: experts are recorded per token. `vision`: rows may have images and several position axes."""
 
     moe: bool = False
     vision: bool = False
 
 
 def traits_of(config: Mapping[str, Any]) -> Traits:
-    """The traits of a model by its config.json."""
+    """Return the traits of a model from its config.json."""
     text = config.get("text_config") or config
     experts = (text.get(name) or 0 for name in EXPERT_KEYS)
     return Traits(
@@ -75,7 +75,7 @@ def traits_of(config: Mapping[str, Any]) -> Traits:
 
 
 def model_traits(model: Model) -> Traits:
-    """The traits of the student: made ones by their family, a folder's by its config; plain if unknown."""
+    """Return the traits of the student, from its family or its folder's config. Unknown models have none."""
     if model.random_init is not None:
         family = model.random_init.family
         return Traits(moe=family == "qwen3_moe", vision=family in VISION_FAMILIES)
@@ -83,7 +83,8 @@ def model_traits(model: Model) -> Traits:
 
 
 def folder_config(path: str | None) -> dict[str, Any]:
-    """The config of a model's folder; nothing for a hub name or a missing folder, of which checks speak."""
+    """Return the config of a model's folder, or {} for a hub name or a missing folder, which checks
+    report."""
     try:
         config = json.loads((Path(path or "").expanduser() / "config.json").read_text())
     except (OSError, ValueError):
@@ -92,7 +93,8 @@ def folder_config(path: str | None) -> dict[str, Any]:
 
 
 def saved_parameters(folder: Path) -> int | None:
-    """Parameters in a folder's safetensors files, by their headers; None if there are none."""
+    """Count the parameters in a folder's safetensors files from their headers, or return None without
+    files."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
@@ -102,7 +104,7 @@ def saved_parameters(folder: Path) -> int | None:
 
 
 def made_sizes(make: MakeModel) -> dict[str, Any]:
-    """The sizes of a made model by the names of its family's config; of one that sees, those for text."""
+    """Return a random model's sizes under its family's config names. Of vision models, the text part's."""
     if make.family == "gpt2":
         heads = {"n_embd": make.hidden, "n_layer": make.layers, "n_head": make.heads}
         return heads | {"n_positions": make.context}
@@ -123,6 +125,6 @@ def made_sizes(make: MakeModel) -> dict[str, Any]:
         sizes["layer_types"] = [kinds[i % 2] for i in range(make.layers)]
     if make.family == "qwen3_moe":
         sizes |= {"num_experts": make.experts, "num_experts_per_tok": 2}
-        # As much work for a token as in a dense model of this width.
+        # Two experts cost as much per token as a dense layer of this width.
         sizes["moe_intermediate_size"] = max(1, 3 * make.hidden // 2)
     return sizes

@@ -1,4 +1,4 @@
-"""From files, or a dict, and --set to a checked Recipe, with the origin of every value."""
+"""Load a recipe from files or a dict, apply --set, check it, and keep the origin of every value."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from practicum.recipe.text.problems import explain, shorten, with_origin
 from practicum.recipe.text.type_text import nearest
 
 DICT = Path("the dict")
-"""Stands for the file of a recipe that has none; names in it are relative to the working directory."""
+"""Placeholder for the file of a recipe from a dict, whose paths are relative to the working directory."""
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe that passed every check that needs no torch, with the origin of each leaf."""
+    """A recipe that passed all checks without torch, with the origin of each leaf."""
 
     recipe: Recipe
     origins: dict[str, Origin]
     source: Path
     places: list[str] = field(default_factory=list)
-    """Sentences that say where the files, models and functions that it names were found."""
+    """Messages with the locations of the recipe's files, models and functions."""
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe, a file or plain data, and what it extends, lay `key=value` over it, and check it.
+    """Load a recipe from a file or plain data with its bases, apply `key=value` overrides, and check it.
 
-    All mistakes come together in one RecipeErrors.
+    Raise one RecipeErrors with all mistakes.
     """
     source, data = (DICT, recipe) if isinstance(recipe, Mapping) else (Path(recipe), None)
     layers = Layers()
@@ -60,7 +60,7 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
     origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(checked.model_dump())}
     try:
         problems = combinations(checked)
-    except RecipeError as error:  # a part of the user's that the checks ask for its traits
+    except RecipeError as error:  # from a custom part that the checks import for its traits
         problems = [error]
     if problems:
         raise RecipeErrors(str(source), [with_origin(p, layers.origins) for p in problems])
@@ -69,7 +69,7 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 @contextmanager
 def problems_of(loaded: LoadedRecipe) -> Iterator[None]:
-    """Mistakes that are found later, in files and models, name the recipe's file and lines too."""
+    """Add the recipe's file and lines to errors that are found later, in files and models."""
     try:
         yield
     except RecipeErrors as several:
@@ -79,12 +79,12 @@ def problems_of(loaded: LoadedRecipe) -> Iterator[None]:
 
 
 def base_files(source: Path) -> list[Path]:
-    """The recipe's file, what it extends, what that extends, and so on."""
+    """Return the recipe's file and the chain of its bases."""
     return [Path(os.path.normpath(file)) for file, _ in _chain(source)[::-1]]
 
 
 def _chain(source: Path, data: Mapping[str, Any] | None = None) -> list[tuple[Path, yamlfile.Document]]:
-    """The recipe's file, or its data, and its bases, the deepest base first."""
+    """Return the documents of the recipe and its bases, the deepest base first."""
     chain: list[tuple[Path, yamlfile.Document]] = []
     seen: list[Path] = []
     file, document = source, _read(source, "recipe") if data is None else yamlfile.Document(data)
@@ -99,11 +99,11 @@ def _chain(source: Path, data: Mapping[str, Any] | None = None) -> list[tuple[Pa
         try:
             file = file.parent / base
             is_circle = file.resolve() in seen
-        except (TypeError, ValueError):  # no text, or characters that no path has
+        except (TypeError, ValueError):  # not a string, or characters that no path has
             raise RecipeError(place, shorten(base), "the path of one recipe file") from None
         if is_circle:
             circle = " → ".join(p.name for p in [*seen, file])
-            raise RecipeError(place, f"a circle: {circle}", "a chain of recipes that ends")
+            raise RecipeError(place, f"a cycle: {circle}", "a chain of recipes without a cycle")
         document = _read(file, place)
 
 
@@ -114,7 +114,7 @@ def _read(file: Path, place: str) -> yamlfile.Document:
         reason = (error.strerror or str(error)).lower()
         raise RecipeError(place, f"{reason}: {file}", "a recipe file (YAML)", _other_file(file)) from None
     except UnicodeDecodeError as error:
-        raise RecipeError(str(file), f"a byte that is not UTF-8 ({error.reason})", "text") from None
+        raise RecipeError(str(file), f"a byte that is not UTF-8 ({error.reason})", "text in UTF-8") from None
     document = yamlfile.parse(text, str(file))
     if not isinstance(document.data, dict):
         found = "an empty file" if document.data is None else shorten(document.data)
@@ -123,7 +123,7 @@ def _read(file: Path, place: str) -> yamlfile.Document:
 
 
 def _other_file(path: Path) -> str:
-    """What was probably meant by a folder, or by a file that is missing."""
+    """Return a suggestion for a folder or a missing file."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist"
@@ -135,7 +135,7 @@ def _other_file(path: Path) -> str:
 
 
 def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
-    """Lay all of --set over what is there; a later one wins over an earlier one."""
+    """Apply all of --set in order, so that later values override earlier ones."""
     data: dict[str, Any] = {}
     problems: list[RecipeError] = []
     for text in overrides:
@@ -145,13 +145,13 @@ def _override(layers: Layers, overrides: Sequence[str], source: str) -> None:
             if not equals or not all(steps):
                 raise RecipeError("--set", shorten(text), "key=value, such as train.lr=1e-5")
             if steps == ["extends"]:
-                advice = "give the other recipe, or write extends into the file"
+                advice = "use the other recipe, or write extends in the file"
                 raise RecipeError("--set extends", shorten(written), "any other key", advice)
             value = yamlfile.parse(written, f"--set {key}").data
         except RecipeError as error:
             problems.append(error)
             continue
-        # A mapping that a value is short for adds to what is there.
+        # A mapping that a short form stands for is merged.
         if isinstance(mapping := spelled_out(tuple(steps), value), dict) and not isinstance(value, dict):
             ((last, value),) = mapping.items()
             steps.append(last)

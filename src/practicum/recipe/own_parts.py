@@ -1,7 +1,7 @@
-"""Parts that a recipe names: built in, registered by a package, or the user's own package.module:name.
+"""Find parts that a recipe names: built in, registered by a package, or custom as package.module:name.
 
-One way for all of them, in every process: `find_part`. The built-in ones are in the registries of the layers
-above. A package registers a name by an entry point of the group `practicum.<kind>`.
+`find_part` finds all of them, in every process. Built-in parts are in the registries of higher layers. A
+package registers a name with an entry point of the group `practicum.<kind>`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ GUIDE = "docs/extend.md has an example"
 
 @dataclass(frozen=True, slots=True)
 class PartKind:
-    """A kind of part: the key that names it, what it is, and what it is called with and gives.
+    """A kind of part: its recipe key, description, parameters and result.
 
-    A kind without `takes` is an object that its own constructor or decorator makes.
+    A kind without `takes` is an object made by a constructor or decorator.
     """
 
     key: str
@@ -39,7 +39,7 @@ class PartKind:
     def expected(self) -> str:
         if self.takes is None:
             return f"{self.about}: {self.gives}"
-        return f"{self.about}: a function of ({', '.join(self.takes)}) that gives {self.gives}"
+        return f"{self.about}: a function of ({', '.join(self.takes)}) that returns {self.gives}"
 
 
 PARTS: dict[str, PartKind] = {
@@ -65,28 +65,28 @@ PARTS: dict[str, PartKind] = {
     ),
     "task_kind": PartKind("tasks.<name>.kind", "a kind of task", None, "a Procedural"),
     "check": PartKind(
-        "checks.own", "a check", ("metrics", "batch"), "a sentence where something is wrong, else None"
+        "checks.own", "a check", ("metrics", "batch"), "a message if something is wrong, else None"
     ),
     "tracker": PartKind(
         "track.to", "a tracker", ("recipe", "folder"), "an object with log(step, metrics) and close()"
     ),
-    "stage": PartKind("stages", "a stage", None, "a function that is decorated with @stage(after=…)"),
+    "stage": PartKind("stages", "a stage", None, "a function decorated with @stage(after=…)"),
     "reward": PartKind("reward.functions", "a reward function", ("sample",), "a number"),
     "loop": PartKind("agent.loop", "a loop", ("session",), "nothing, as a coroutine function"),
-    "tool": PartKind("agent.tools", "a tool", ("arguments",), "what the model is told"),
+    "tool": PartKind("agent.tools", "a tool", ("arguments",), "the result for the model"),
 }
-"""By the name that is the end of the group of entry points."""
+"""Kinds by the last word of their group of entry points."""
 _found: dict[tuple[str, str, str], Any] = {}
-"""Parts that were found: by kind, name and working directory."""
+"""Cache of parts by kind, name and working directory."""
 
 
 def find_part(
     kind: str, name: str, builtin: Mapping[str, T] | None = None, *, path: str = "", of: type[T] | None = None
 ) -> T:
-    """The part of this kind and name; a RecipeError at `path`, or the kind's key, if there is none.
+    """Return the part of this kind and name, or raise a RecipeError at `path` or the kind's key.
 
-    A function of the user's is checked by its signature, and tells where it raised; an object must be `of` a
-    type.
+    The signature of a function is checked, and its exceptions become PracticumErrors with the user's frames.
+    An object must be an instance of `of`.
     """
     known: Mapping[str, T] = builtin or {}
     if name in known:
@@ -100,18 +100,18 @@ def find_part(
 
 
 def find_function(kind: str, name: str, known: Iterable[str], path: str) -> Callable[..., Any]:
-    """A function that is none of the `known` ones, of a kind that itself checks it and watches its calls."""
+    """Return a custom function, not one of the `known`, without a check of its signature or calls."""
     return import_function(name, path) if ":" in name else _registered(kind, name, known, path)
 
 
 def registered_names(key: str | None = None) -> set[str]:
-    """The names of parts that installed packages register, for one key of the recipe or all."""
+    """Return the names that installed packages register, for one key of the recipe or all."""
     kinds = [kind for kind, part in PARTS.items() if key in (None, part.key)]
     return {name for kind in kinds for name in entry_points(group=f"practicum.{kind}").names}
 
 
 def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The user's function; what it raises is a PracticumError with the user's frames."""
+    """Wrap a user's function so that its exceptions are PracticumErrors with the user's frames."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -123,9 +123,10 @@ def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 @contextmanager
 def users_errors(what: str, kind: type[PracticumError] = PracticumError) -> Iterator[None]:
-    """Whatever a user's code raises inside, SystemExit too, is an error of this kind with the user's frames.
+    """Turn exceptions of a user's code, including SystemExit, into errors of this kind with the user's
+    frames.
 
-    Not Ctrl-C, which is the user's own.
+    KeyboardInterrupt passes through.
     """
     try:
         yield
@@ -138,12 +139,12 @@ def users_errors(what: str, kind: type[PracticumError] = PracticumError) -> Iter
 
 
 def short_name(name: str) -> str:
-    """The name without its module: what metrics and stages are called."""
+    """Return the name without its module, for metrics and stages."""
     return name.rpartition(":")[2]
 
 
 def _registered(kind: str, name: str, known: Iterable[str], path: str) -> Any:
-    """What an installed package registers by this name."""
+    """Return the object that an installed package registers under this name."""
     offered = entry_points(group=f"practicum.{kind}")
     entries = {entry.value: entry for entry in offered if entry.name == name}
     if not entries:
@@ -153,7 +154,7 @@ def _registered(kind: str, name: str, known: Iterable[str], path: str) -> Any:
         raise RecipeError(path, repr(name), f"{listed}package.module:{what}", meant(name, names))
     if len(entries) > 1:
         found = f"{name!r}, which is registered as {' and as '.join(entries)}"
-        raise RecipeError(path, found, "a name of one package", f"name it directly: {next(iter(entries))}")
+        raise RecipeError(path, found, "a name of one package", f"use the full name: {next(iter(entries))}")
     ((value, entry),) = entries.items()
     try:
         return entry.load()
@@ -162,7 +163,7 @@ def _registered(kind: str, name: str, known: Iterable[str], path: str) -> Any:
 
 
 def _checked(kind: PartKind, part: Any, name: str, path: str, of: type | None) -> Any:
-    """The part, if it is what its kind must be."""
+    """Return the part if it fits its kind, else raise a RecipeError."""
     if not (callable(part) if kind.takes is not None else isinstance(part, of or object)):
         raise RecipeError(path, f"{name!r} of type {type(part).__name__}", kind.expected, GUIDE)
     if kind.takes is None:

@@ -1,4 +1,4 @@
-"""Where the files that a recipe names are: beside it, as with `extends`, or in the working directory."""
+"""Locate the files that a recipe names: beside the recipe, or in the working directory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _FUNCTIONS = """
     algorithm.advantage algorithm.loss algorithm.aggregation algorithm.kl.estimator distill.divergence
     train.schedule train.optimizer checks.own.* track.to.* stages.*
 """
-"""Keys whose values may name a function or another part of the user's as module:name."""
+"""Keys whose values may name a function or another custom part as module:name."""
 
 
 def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) -> list[str]:
-    """Write the absolute path in place of what lies beside the recipe; say where everything was found.
+    """Replace paths beside the recipe by absolute ones, and return messages with all locations.
 
-    A value is looked for in the folder of the file that it stands in, then in the working directory; one of
-    --set the other way round. What is in the working directory, or nowhere yet, stays as it was written.
+    A value is searched in the folder of its recipe file, then in the working directory. Values of --set are
+    searched in the opposite order. Files in the working directory, or not yet anywhere, keep their relative
+    path.
     """
     sentences = []
     for holder, key, path, is_function in _values(data):
@@ -41,7 +42,7 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
         if path.endswith(".model") and holder.get("url") is not None:
             continue  # a server's name for its model
         above = path
-        while above and above not in origins:  # a list's items have its origin
+        while above and above not in origins:  # list items have the list's origin
             above = above.rpartition(".")[0]
         if above not in origins or (is_function and split_function(written) is None):
             continue
@@ -52,7 +53,7 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
         near, here = find(beside.absolute(), written), find(Path.cwd(), written)
         first, second = (here, near) if origin.kind == "--set" else (near, here)
         taken = first or second
-        # A module that is in neither place is installed; an argument of a command may be no file.
+        # A module in neither folder is installed, and a command's argument need not be a file.
         if taken is None and not (is_function or path.startswith("agent.loop.command")):
             sentences.append(f"{path}: {written} is neither beside the recipe nor in the working directory")
         if taken is None:
@@ -61,7 +62,7 @@ def locate(data: dict[str, Any], origins: Mapping[str, Origin], source: Path) ->
         also = f" (not taken: {_short(second)})" if second not in (None, taken) else ""
         sentences.append(f"{path}: {_short(taken)}, {where}{also}")
         if taken is near and is_function:
-            # With its folder in front, whichever process imports it finds the same one.
+            # The folder lets every process import the same module.
             inside, module, name = split_function(written) or ("", "", "")
             holder[key] = f"{os.path.normpath(beside.absolute() / inside)}/{module}:{name}"
         elif taken is near:
@@ -84,7 +85,7 @@ def _file(folder: Path, written: str) -> Path | None:
 
 
 def _function_file(folder: Path, written: str) -> Path | None:
-    """The file of a function's module; modules of Python itself are never a recipe's."""
+    """Return the file of a function's module, ignoring the standard library."""
     inside, module, _ = split_function(written) or ("", "", "")
     if not inside and module.partition(".")[0] in sys.stdlib_module_names:
         return None
@@ -92,7 +93,7 @@ def _function_file(folder: Path, written: str) -> Path | None:
 
 
 def _values(data: Any) -> Iterator[tuple[Any, Any, str, bool]]:
-    """Yield (mapping or list, key in it, dotted path, True for a function) of all that the patterns name."""
+    """Yield (container, key, dotted path, True for a function) of all values that match the patterns."""
     for patterns in (_FILES, _FUNCTIONS):
         for pattern in patterns.split():
             for holder, key, path in _walk(data, pattern.split("."), ""):
@@ -110,5 +111,5 @@ def _walk(data: Any, steps: Sequence[str], path: str) -> Iterator[tuple[Any, Any
 
 
 def _short(path: Path) -> str:
-    """Relative to the working directory if it is inside it."""
+    """Return the path relative to the working directory if it is inside."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

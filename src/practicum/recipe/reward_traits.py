@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RewardTraits:
-    """Traits of a reward function: whether rows need an answer, and whether it is called without a thread.
+    """Requirements of a reward function: rows with an answer, and a thread for its calls.
 
     `extra` is the optional package that it needs: the module and the extra's name.
     """

@@ -1,4 +1,4 @@
-"""The recipes that come with practicum: `practicum recipes` lists them, `practicum init` copies one."""
+"""List and copy the recipes that come with practicum (`practicum recipes`, `practicum init`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from practicum.recipe.schema.recipe import Expected
 
 
 def shipped_recipes() -> Path:
-    """Their folder: inside the installed package, or in the repository."""
+    """Return the recipes' folder, in the installed package or in the repository."""
     package = Path(practicum.__file__).parent
     for folder in (package / "_recipes", package.parents[1] / "recipes"):
         if folder.is_dir():
@@ -27,7 +27,7 @@ def shipped_recipes() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A recipe: its name as `init` takes it, what it shows, and what it should reach."""
+    """A shipped recipe: its name for `init`, description and expected score."""
 
     name: str
     about: str
@@ -47,10 +47,10 @@ def list_recipes() -> dict[str, list[Shipped]]:
 
 
 def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
-    """Copy a folder of recipes, or one recipe with what it needs; the sentences to say about it.
+    """Copy a folder of recipes, or one recipe with its dependencies, and return messages for the user.
 
-    No file is overwritten. What is needed of other folders, bases and recipes that a README's commands train
-    first, is copied into folders inside; the copied README's commands name the copies.
+    No file is overwritten. Bases and recipes from other folders that the README's commands use are copied
+    into subfolders, and the copied README's commands name the copies.
     """
     source, recipes = _find(name)
     target, root = folder or Path(name), source.parent
@@ -65,10 +65,10 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
             inside = file.is_relative_to(source)
             files[file] = target / file.relative_to(source if inside else root)
     if target.exists() and not target.is_dir():
-        raise PracticumError(f"{target} is a file: name another folder, practicum init NAME DIR")
+        raise PracticumError(f"{target} is a file: choose another folder with practicum init NAME DIR")
     if there := sorted(str(copy) for copy in files.values() if os.path.lexists(copy)):
         shown = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
-        raise PracticumError(f"{shown}: already there, and no file is overwritten. Choose another DIR")
+        raise PracticumError(f"{shown} already exists, and init overwrites no files: choose another DIR")
     for file, copy in files.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".yaml":
@@ -83,7 +83,7 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
 
 
 def _find(name: str) -> tuple[Path, list[Path]]:
-    """The folder and the recipes of it that a name means."""
+    """Return the folder of a name and the recipes in it that the name selects."""
     folder, _, recipe = name.removeprefix("recipes/").strip("/").removesuffix(".yaml").partition("/")
     source = shipped_recipes() / folder
     chosen = [file for file in _recipes(source) if recipe in ("", file.stem)] if folder else []
@@ -97,7 +97,7 @@ def _find(name: str) -> tuple[Path, list[Path]]:
 
 
 def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:
-    """The recipe's text, its `extends` as the copies lie."""
+    """Return the recipe's text with `extends` pointing to the copies."""
     text = file.read_text(encoding="utf-8")
     for base in base_files(file)[1:2]:
         old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
@@ -106,16 +106,16 @@ def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:
 
 
 def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:
-    """The README's text, with each file by the name of its copy."""
+    """Return the README's text with the names of the copied files."""
     text, root = readme.read_text(encoding="utf-8"), readme.parent.parent
     text = text.replace(f"recipes/{readme.parent.name}/", f"{files[readme].parent}/")
     for file, copy in files.items():
         if not file.is_relative_to(readme.parent):
             text = text.replace(f"recipes/{file.relative_to(root)}", str(copy))
-    # What a link leads to outside of the folder is not beside the copy.
+    # Link targets outside of the folder are not copied.
     return re.sub(r"\[[^\]]*\]\(\.\./\.\./([^)#]+)[^)]*\)", r"`\1` of the repository", text)
 
 
 def _recipes(folder: Path) -> list[Path]:
-    """The recipes of a folder, those first that others start from."""
+    """Return the recipes of a folder, with those first that others start from."""
     return sorted(folder.glob("*.yaml"), key=lambda file: (file.stem not in ("start", "base"), file))

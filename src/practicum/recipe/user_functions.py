@@ -1,4 +1,4 @@
-"""What a recipe names as package.module:name: functions and other objects of the user's."""
+"""Import the functions and objects that a recipe names as package.module:name."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from practicum.user_code import error_line, frames
 
 _USE = re.compile(r"(?:(?P<folder>.*)/)?(?P<module>\w+(?:\.\w+)*):(?P<name>\w+)")
 _used_folders: set[Path] = set()
-"""Folders that functions of recipes were imported from."""
+"""Folders from which functions were imported."""
 
 
 def split_function(use: str) -> tuple[str, str, str] | None:
-    """Folder ("" if none), module and function of `[folder/]package.module:function`, if it is one."""
+    """Split `[folder/]package.module:function` into folder ("" if none), module and function, or return
+    None."""
     match = _USE.fullmatch(use)
     return (match["folder"] or "", match["module"].removesuffix(".py"), match["name"]) if match else None
 
 
 def module_file(folder: Path, module: str) -> Path | None:
-    """The file of a module that lies in a folder, if it does."""
+    """Return the file of a module in a folder, or None."""
     stem = folder.joinpath(*module.split("."))
     return next((f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()), None)
 
 
 def import_function(use: str, path: str) -> Callable[..., Any]:
-    """The function that `use` names, found as by `import_object`."""
+    """Import the function that `use` names, as `import_object` does."""
     function = import_object(use, path, "function")
     if not callable(function) or isinstance(function, type):
         raise RecipeError(path, f"{use!r}, a {type(function).__name__}", "a function")
@@ -39,9 +40,9 @@ def import_function(use: str, path: str) -> Callable[..., Any]:
 
 
 def import_object(use: str, path: str, what: str = "name") -> Any:
-    """What `use` names; modules of its folder, or of the working directory, are found first.
+    """Import the object that `use` names. Modules in its folder or the working directory come first.
 
-    `path` and `what` are for errors.
+    Errors name `path` and `what`.
     """
     parts = split_function(use)
     if parts is None:
@@ -63,10 +64,10 @@ def _import(module_name: str, folder: Path, use: str, path: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name not in (module_name, module_name.partition(".")[0]):  # one that the user's imports
+        if error.name not in (module_name, module_name.partition(".")[0]):  # imported by the user's module
             raise not_imported(error, f"{module_name} from {folder}", use, path) from None
         near = get_close_matches(module_name, [file.stem for file in folder.glob("*.py")], n=1)
-        hint = f"there is no module {module_name} in {folder}, and none is installed"
+        hint = f"no module {module_name} exists in {folder}, and none is installed"
         hint += f"; did you mean {near[0]}:{use.rpartition(':')[2]}?" if near else ""
         raise RecipeError(path, repr(use), "a module that can be imported", hint) from None
     except (Exception, SystemExit) as error:
@@ -74,13 +75,13 @@ def _import(module_name: str, folder: Path, use: str, path: str) -> Any:
 
 
 def not_imported(error: BaseException, module: str, use: str, path: str) -> RecipeError:
-    """The error that says what importing the module of `use` raised, with the user's frames."""
+    """Return an error with the exception that importing the module of `use` raised, and the user's frames."""
     hint = f"importing {module} raised {error_line(error)}\n{frames(error, '    ')}".rstrip()
     return RecipeError(path, repr(use), "a module that can be imported", hint)
 
 
 def _forget_namesakes(module_name: str, folder: Path) -> None:
-    """Forget what was imported by the names of this folder's modules from the folder of another recipe."""
+    """Remove modules of another recipe's folder from sys.modules if this folder has modules of that name."""
     others = _used_folders - {folder}
     stale = {file.stem for file in folder.glob("*.py") if _home(file.stem) in others}
     package = module_name.partition(".")[0]
@@ -92,14 +93,14 @@ def _forget_namesakes(module_name: str, folder: Path) -> None:
 
 
 def _home(package: str) -> Path | None:
-    """The folder that a module was imported from, if it was."""
+    """Return the folder that a module was imported from, or None."""
     module = sys.modules.get(package)
     file = next(iter(getattr(module, "__path__", ())), None) or getattr(module, "__file__", None)
     return None if file is None else Path(file).absolute().parent
 
 
 def meant(use: str, known: Iterable[str]) -> str:
-    """What a name without a colon probably means: a built-in one, or module:function written with a dot."""
+    """Return a suggestion for a name without a colon: a built-in name, or module:function."""
     if near := get_close_matches(use, known, n=1):
         return f"did you mean {near[0]}?"
     module, _, function = use.rpartition(".")

@@ -1,1 +1,1 @@
-"""What each stage of a step does, one file per stage; the local and the Ray runtime share these classes."""
+"""Stages of a step, one file per stage, shared by the local and the Ray runtime."""

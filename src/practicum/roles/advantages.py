@@ -1,4 +1,4 @@
-"""The advantages role: turns rewards into an advantage for each sampled token."""
+"""The advantages role: compute the advantage of each sampled token."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from practicum.roles.stage_table import student_source
 
 
 def dense_ids(names: list) -> tuple[Tensor, int]:
-    """Number names 0, 1, … in order of first appearance; return ids and how many there are."""
+    """Number names 0, 1, … in order of first appearance. Return the ids and their count."""
     numbers: dict = {}
     ids = [numbers.setdefault(name, len(numbers)) for name in names]
     return torch.tensor(ids, dtype=torch.int64), len(numbers)
 
 
 def reward_parts(batch: BatchRef) -> dict[str, Tensor]:
-    """Return what each reward function and model said of each session; NaN where it was not asked."""
+    """Return the scores of each reward function and model per session, NaN where it did not apply."""
     sessions = {key[:2]: tags.reward_parts or {} for key, tags in batch}.values()
     names = dict.fromkeys(name for parts in sessions for name in parts)
     return {name: torch.tensor([parts.get(name, math.nan) for parts in sessions]) for name in names}
 
 
 class AdvantageRole:
-    """Advantages of a batch, and the KL penalty in the reward with its controller."""
+    """Computes advantages, and the KL penalty in the reward with its controller."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class AdvantageRole:
     def advantages(
         self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], dict[str, float]]:
-        """Return the advantage of every token; report statistics."""
+        """Return the advantage of every token, and statistics."""
         mask = columns.ragged("response_mask")
         names = [key[:2] for key in batch.keys]
         session_N = dense_ids(names)[0].repeat_interleave(torch.tensor(mask.lengths))
@@ -69,8 +69,8 @@ class AdvantageRole:
         advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
         mismatch = self.algorithm.mismatch
         if mismatch.weights != "off":
-            # A policy loss grows as its advantage does, so weighed advantages weigh the loss. What the critic
-            # learns from is not weighed.
+            # A policy loss is linear in the advantage, so weighting advantages weights the loss. The critic's
+            # targets are not weighted.
             old_N = columns.ragged(student_source(self.algorithm)).values
             rollout_N = columns.ragged("rollout_logprobs").values
             options = mismatch.weights, mismatch.cap
@@ -97,14 +97,14 @@ class AdvantageRole:
         prompts: list[int],
         step: StepInfo,
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-        """Return advantages, returns if there is a critic, and counts; `prompts` are the sessions'."""
+        """Return advantages, returns with a critic, and counts. `prompts` are those of the sessions."""
         algorithm, distill, weight = self.algorithm, self.distill, self.reward_weight
         taught_N, stats = self._taught(columns, mask_N)
         in_reward = distill is not None and distill.apply_as == "reward"
         if not weight and not in_reward:
             assert taught_N is not None
             return taught_N, None, stats
-        # Among rewards the task's has its weight before they are added; else the advantage has it.
+        # With distillation in the reward, the task's reward is weighted here, otherwise the advantage.
         before, after = (weight, 1.0) if in_reward else (1.0, weight)
         token_rewards_N = torch.zeros(len(mask_N))
         if "reward_tokens" in columns:
@@ -137,10 +137,14 @@ class AdvantageRole:
         if taught_N is not None:
             advantages_N = advantages_N + taught_N
         returns_N = None if result.returns_N is None else result.returns_N.float()
-        return advantages_N.float(), returns_N, stats | result.stats  # a user's may be of another type
+        return (
+            advantages_N.float(),
+            returns_N,
+            stats | result.stats,
+        )  # a custom estimator may return another dtype
 
     def _check(self, advantages_N: Tensor, columns: Columns, step: StepInfo) -> None:
-        """Compare advantages that are of rewards alone with the rewards in the tags."""
+        """Check advantages that depend only on rewards against the rewards in the tags."""
         centred = estimator_traits(self.algorithm.advantage).centred
         if centred and self.watch.looks_at("advantages"):
             mask = columns.ragged("response_mask")
@@ -148,7 +152,7 @@ class AdvantageRole:
             self.watch("advantages", invariants.advantages(step.batch.real(), values, mask))
 
     def _taught(self, columns: Columns, mask_N: Tensor) -> tuple[Tensor | None, dict[str, float]]:
-        """Return -weight × the estimate of KL(student || teacher) of each token, if it enters here."""
+        """Return -weight × the estimate of KL(student || teacher) of each token, or None if not used."""
         distill = self.distill
         if distill is None or distill.apply_as == "loss":
             return None, {}

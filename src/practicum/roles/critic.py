@@ -1,4 +1,4 @@
-"""The critic role: values before the advantages, and their update after."""
+"""The critic role: compute values for the advantages, and update the critic afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READS = ("prompt_ids", "response_ids", "response_mask", "values", "returns")
 
 
 class CriticRole:
-    """The critic's stages; on several ranks as those of `StudentRole`."""
+    """The critic's stages. On several ranks, they work like those of `StudentRole`."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
-"""The padding role: rows that do nothing fill a batch up, so that mini-batches and ranks share it evenly.
+"""The padding role: add rows without effect, so that mini-batches and ranks divide a batch evenly.
 
-`dataplane/columns.py` says what a padding row holds, and `learning/minibatches.py` how mini-batches are
-cut.
+`dataplane/columns.py` defines the contents of padding rows, and `learning/minibatches.py` the mini-batches.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from practicum.roles.run_stage import StepInfo, stage
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """One optimizer step, as places in the whole batch."""
+    """Rows of one optimizer step, as indices into the batch."""
 
     rows: list[int]
     """Real rows of the mini-batch."""
     own_rows: list[int]
-    """Those of this rank."""
+    """Rows of this rank."""
 
 
 class BatchCutter:
-    """How batches are padded, cut into optimizer steps, and shared among the learner's ranks.
+    """Pads batches, cuts them into optimizer steps, and divides these among the learner's ranks.
 
-    All of it is a function of keys and tags, so every rank computes the same. With `whole_sessions`, the
-    student's mini-batches cut no session.
+    The result depends only on keys and tags, so all ranks compute the same. With `whole_sessions`, the
+    student's mini-batches split no session.
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class BatchCutter:
     ) -> None:
         self.train, self._seed, self.whole_sessions = train, seed, whole_sessions
         self.rank, self.ranks = rank, ranks
-        # Two objects: only the student's mini-batches may have to keep sessions whole.
+        # Two objects: only the student's mini-batches may need whole sessions.
         self.student, self.critic = (Cut(train.minibatches, train.minibatch_size) for _ in range(2))
 
     def padding_rows(self, batch: BatchRef) -> int:
-        """Return how many padding rows the updates of a step need for even mini-batches and ranks."""
+        """Return the number of padding rows for even mini-batches and ranks."""
         spare = 0
         if self.ranks > 1 and self.whole_sessions:
             largest = max(Counter(key[:2] for key in batch.keys).values())
@@ -69,9 +68,9 @@ class BatchCutter:
         return spare + -(len(batch) + spare) % self.student.multiple(self.ranks)
 
     def optimizer_steps(self, cut: Cut, step: StepInfo) -> list[OptimizerStep]:
-        """Return the optimizer steps on the step's batch, over all epochs.
+        """Return the optimizer steps of the step's batch, over all epochs.
 
-        Rows that ranks can't share evenly are a ValueError.
+        Raise ValueError if ranks can't divide the rows evenly.
         """
         batch, steps, whole = step.batch, [], self.whole_sessions and cut is self.student
         prompts, sessions = [key.prompt for key in batch.keys], [key.session for key in batch.keys]
@@ -87,7 +86,7 @@ class BatchCutter:
         return steps
 
     def rank_rows(self, cut: Cut, step: StepInfo) -> BatchRef:
-        """Return the rows that this rank needs for the optimizer steps, or a padding row if it needs none."""
+        """Return this rank's rows of all optimizer steps, or a padding row if it has none."""
         steps = self.optimizer_steps(cut, step)
         rows = sorted({row for optimizer_step in steps for row in optimizer_step.own_rows})
         if not rows and steps:
@@ -96,7 +95,7 @@ class BatchCutter:
 
 
 def rank_share(role: Any, step: StepInfo) -> BatchRef:
-    """Return this rank's rows in a stage without mini-batches: equally many on each, tokens even."""
+    """Return this rank's rows in a stage without mini-batches, with equal counts and balanced tokens."""
     parallel: Parallel | None = role.parallel
     if parallel is None:
         return step.batch
@@ -108,7 +107,7 @@ def _tokens(batch: BatchRef) -> list[int]:
 
 
 class PaddingRole:
-    """Fills batches up with rows that do nothing."""
+    """Adds padding rows to batches."""
 
     def __init__(
         self,
@@ -126,7 +125,8 @@ class PaddingRole:
 
     @stage("pad")
     def pad(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], BatchRef]:
-        """Write and report the padding rows that the step needs, with every field that a stage writes."""
+        """Write the padding rows of the step, with all fields of later stages, and return the padded
+        batch."""
         count = self.cutter.padding_rows(batch)
         if not count:
             return {}, batch.take([])
@@ -138,7 +138,7 @@ class PaddingRole:
 
 
 def field_widths(distill: Distill | None, model: PreTrainedModel, teacher_width: int) -> dict[str, int]:
-    """Return the trailing axes of fields, by their letters in the fields table."""
+    """Return the sizes of fields' trailing axes, by their letters in the fields table."""
     widths = {"D": AXES}
     if distill is not None:
         widths |= {"K": distill.top_k, "H": teacher_width}
@@ -148,7 +148,7 @@ def field_widths(distill: Distill | None, model: PreTrainedModel, teacher_width:
 
 
 def check_fields(plan: Plan, model: PreTrainedModel) -> None:
-    """Raise a RecipeError if experts are to be replayed that the model can't record."""
+    """Raise a RecipeError if experts must be replayed but the model can't record them."""
     if any("routed_experts" in stage.writes for stage in plan) and routes_of(model) is None:
         found = f"a {type(model).__name__}, whose routers can't be recorded and replayed"
         raise RecipeError("model", found, "another model")

@@ -1,4 +1,4 @@
-"""The reward role: scores sessions, as they finish where that is possible, and writes their rewards."""
+"""The reward role: score sessions, if possible as they finish, and write their rewards."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from practicum.user_code import shorten
 SessionName = tuple[int, ...]
 Sessions = dict[SessionName, list[int]]
 _TEXTS = 4096
-"""Prompt texts that are kept for sessions that share them."""
+"""Size of the cache of prompt texts, which sessions of a group share."""
 LOOP = "loop"
-"""The name, among the parts of a reward, of what the agent's loop set."""
+"""Name of the reward part that the agent loop set."""
 
 
 class RewardRole:
-    """Scores sessions by the recipe's functions and models; a reward that the loop set is kept.
+    """Scores sessions with the recipe's functions and models. A reward set by the agent loop takes
+    precedence.
 
-    The stage `reward` runs on a session as soon as it is finished, if possible (`rewards_early`), else on
-    all sessions after the rollout. `residency` wakes the models that sleep.
+    The stage `reward` runs on each session when it finishes (`rewards_early`), or on all sessions after the
+    rollout. `residency` wakes sleeping models.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class RewardRole:
         deadline_s: float,
         learnt: bool,
     ) -> None:
-        """`deadline_s` is that of functions; models have theirs. `learnt`: rewards are learnt from."""
+        """`deadline_s` is the functions' deadline, models have separate ones. `learnt` means trained on."""
         self.section, self.tasks, self.plan, self.store = section, tasks, plan, store
         self.encoder, self.tokenizer, self.recorder = encoder, encoder.tokenizer, recorder
         self.functions, self.models, self.residency = functions, models or {}, residency
         self._learnt, self._prompt_texts = learnt, dict[int, str]()
-        # Each model's own deadline comes first and names it.
+        # Each model's deadline is earlier, and its error names the model.
         self.stage_s = deadline_s + 3 * sum(section.models[name].deadline_s for name in self.models)
 
     @stage("reward")
     async def reward(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
-        """Score each session once; one that can't be scored is marked failed, not scored zero."""
+        """Score each session once. A session that can't be scored is marked as failed."""
         sessions: Sessions = {}
         for i, key in enumerate(batch.keys):
             sessions.setdefault(key[:2], []).append(i)
@@ -89,7 +90,7 @@ class RewardRole:
     async def _add_models(
         self, results: Sequence[RewardResult], inputs: Sequence[JudgeInput], step: int
     ) -> list[RewardResult]:
-        """Add the models' scores to the functions' results; those without a reward stay as they are."""
+        """Add the models' scores to the functions' results. Results without a reward are unchanged."""
         scored = [i for i, result in enumerate(results) if result.reward is not None]
         scores: dict[int, dict[str, float | CannotScore]] = {i: {} for i in scored}
 
@@ -140,7 +141,7 @@ class RewardRole:
             messages = (*texts, {"role": "assistant", "content": response})
         try:
             answer = answer_text(prompt.answer)
-        except DataError:  # nothing that a text could show
+        except DataError:  # no text to show
             answer = None
         return JudgeInput(str(key), prompt_text(prompt.content), response, answer, messages)
 
@@ -181,7 +182,7 @@ class RewardRole:
         for name, rows in sessions.items():
             given = [batch.tags[i].loop_reward or 0.0 for i in rows]
             result = results.get(name) or RewardResult(sum(given), {LOOP: sum(given)})
-            # A failure of what nothing is learnt from does not take a row away from the teachers.
+            # A failed reward that is only logged does not exclude the row from distillation.
             failed = result.reward is None and self._learnt
             for i in rows:
                 rewards_B[i] = torch.nan if result.reward is None else result.reward
@@ -202,7 +203,7 @@ class RewardRole:
 
 
 def sampled_runs(ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """Return the student's turns in a response: runs of sampled tokens."""
+    """Return the student's turns in a response, as runs of sampled tokens."""
     runs, at = [], 0
     for sampled, run in groupby(mask.tolist()):
         length = len(list(run))

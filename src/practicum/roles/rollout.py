@@ -1,8 +1,8 @@
-"""The rollout role: sessions are run, and finished ones are scored immediately where that is possible.
+"""The rollout role: run sessions, and score finished ones immediately if possible.
 
-What is the same in every runtime is here: how a session on an engine becomes rows (`SessionRunner`), which
-sessions are scored early, what is remembered of them, and the rewards that are left for the end. Where
-sessions run and are scored is the runtime's (`SessionWorkers`).
+This module holds the parts shared by all runtimes: how a session becomes rows (`SessionRunner`), which
+sessions are scored early, their bookkeeping, and the remaining rewards. The runtime decides where sessions
+run and are scored (`SessionWorkers`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Encoder, Prompt
 
 Finished = Callable[[BatchRef], Coroutine[Any, Any, None] | None]
-"""Takes the rows of finished sessions; returns the work of scoring them, if they are scored early."""
+"""Takes the rows of finished sessions, and returns the work of scoring them, or None."""
 
 
 class SessionWorkers(Protocol):
-    """Where sessions run and are scored: in this process, or by replicas on a cluster."""
+    """Runs and scores sessions in this process, or on replicas of a cluster."""
 
     async def run(
         self,
@@ -54,15 +54,15 @@ class SessionWorkers(Protocol):
         at_once: Callable[[Prompt], bool],
         finished: Finished,
     ) -> list[Key]:
-        """Run sessions and write their rows, failed ones too; return their keys.
+        """Run sessions, write their rows including failed ones, and return the keys.
 
-        `finished` gets the rows of sessions that are written, and the work that it returns is done before
-        this ends. Of prompts for which `at_once` is true it gets each session as soon as it is done.
+        `finished` receives the written rows, and the work it returns is awaited before this returns. For
+        prompts with `at_once`, it receives each session as soon as it is done.
         """
         ...
 
     async def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write what a demonstrator does with each prompt, in the prompts' order."""
+        """Write the SFT rows of each prompt, in the prompts' order."""
         ...
 
     async def reward(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
@@ -71,24 +71,25 @@ class SessionWorkers(Protocol):
 
     @property
     def reward_s(self) -> float:
-        """Seconds that the reward of a batch may take."""
+        """Deadline of the reward of a batch in seconds."""
         ...
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Have a session scored by a teacher with its own resources."""
+        """Score a session with a teacher in a separate process or on a server."""
         ...
 
     def engines_asleep(self) -> AbstractContextManager[None]:
-        """The student's engines free their memory inside."""
+        """Free the memory of the student's engines inside the context."""
         ...
 
     def named_blocks(self) -> AbstractContextManager[None]:
-        """A DeadlineError from inside names the function that blocks the event loop of another process."""
+        """Name the function that blocks another process's event loop in a DeadlineError from inside the
+        context."""
         ...
 
 
 class RolloutRole:
-    """Rolls out and scores sessions: one for training, one for evaluation."""
+    """Rolls out and scores sessions. Training and evaluation each have one."""
 
     def __init__(
         self,
@@ -101,34 +102,34 @@ class RolloutRole:
         *,
         deadline_s: float,
     ) -> None:
-        """`models` judge and `teachers` score; `deadline_s` is that of a rollout."""
+        """`models` are reward models, and `deadline_s` is the rollout's."""
         self.plan, self.store, self.workers, self._deadline_s = plan, store, workers, deadline_s
         self._functions, self._models, self._teachers = functions, models, teachers
         self._waits = any(not model.scores_during_rollout for model in models.values())
-        """Rewards wait for colocated models, which work while the student's engines sleep."""
+        """True if rewards wait for colocated models, which run while the student's engines sleep."""
         self.prompts: dict[Key, Prompt] = {}
-        """The prompt of each row, as long as the row is in the store."""
+        """The prompt of each row in the store."""
         self.hidden = HiddenShare()
         taught = teachers.items() if "teachers" in plan else ()
         self._own_teachers = {name for name, teacher in taught if teacher.scores_during_rollout}
         self.open: dict[SessionName, Prompt] = {}
-        """Sessions of the current rollout that are not run, or not scored by those who score early."""
+        """Sessions of the current rollout that have not run or are not scored early yet."""
         self._kept: set[Key] = set()
-        """Rows that a checkpoint had, until their step is sampled again."""
+        """Rows from a checkpoint, until their step is sampled."""
         self._rewarded: set[SessionName] = set()
-        """Sessions that have their reward."""
+        """Sessions with a reward."""
 
     def demonstrate(self, prompts: Sequence[Prompt], partition: str) -> BatchRef:
-        """Write what a demonstrator does with each prompt: rows for supervised training."""
+        """Write the SFT rows of each prompt."""
         work = self.workers.demonstrate(prompts, partition)
         batch = run_async(work, timeout=self._deadline_s, owner="demonstrations")
         self._remember(batch.keys, {prompt.uid: prompt for prompt in prompts})
         return batch
 
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
-        """Run sessions concurrently and write their rows; the batch is in the order of its keys.
+        """Run sessions concurrently and write their rows. The batch is sorted by key.
 
-        Sessions that were done before a checkpoint are not run again: their rows are in the store.
+        Sessions that a checkpoint holds are not run again, as their rows are in the store.
         """
         prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
         kept = [key for key in self._kept if key.prompt in prompts]
@@ -156,7 +157,7 @@ class RolloutRole:
             work = self.workers.run(attempts, partition, seed, **how)
             with self.hidden.rollout(), self.workers.named_blocks():
                 keys = run_async(work, timeout=self._deadline_s, owner=f"rollout ({partition})")
-        # Sessions finish in any order; the batch is in the order of its keys.
+        # Sessions finish in any order, so the batch is sorted by key.
         return self.store.batch(partition, sorted([*kept, *keys]))
 
     def reward(self, batch: BatchRef) -> None:
@@ -170,11 +171,11 @@ class RolloutRole:
         self._rewarded.update(key[:2] for key in left.keys)
 
     def engines_asleep(self) -> AbstractContextManager[None]:
-        """Free the memory of the student's engines for others; not with a lag, where they are at work."""
+        """Free the memory of the student's engines, except with a lag, where they keep sampling."""
         return nullcontext() if self.plan.lag else self.workers.engines_asleep()
 
     def after_rollout(self, stage: Callable[[StepInfo], Any]) -> Callable[[StepInfo], Any]:
-        """Return a stage of colocated teachers that gets waiting rows, if any, while engines sleep."""
+        """Wrap a stage of colocated teachers so that it runs on waiting rows while engines sleep."""
 
         def run(step: StepInfo) -> Any:
             waiting = step.batch.where(
@@ -189,16 +190,16 @@ class RolloutRole:
         return run
 
     def done_rows(self) -> tuple[list[Key], list[SessionName]]:
-        """Return the rows of sessions that are done, and the sessions that have their reward."""
+        """Return the rows of finished sessions, and the sessions with a reward."""
         rewarded, rows = sorted(self._rewarded.copy()), self.prompts.copy()
         return sorted({key for key in rows if key[:2] not in self.open} | self._kept), rewarded
 
     def restore(self, done: Iterable[Key], rewarded: Iterable[SessionName]) -> None:
-        """Continue with what `done_rows` returned, of rows that are in the store again."""
+        """Restore the result of `done_rows`. The store must hold the rows."""
         self._kept, self._rewarded = set(done), set(rewarded)
 
     def clear(self, step: StepInfo) -> None:
-        """Remove all rows of the step from the store: trained ones, padding, and those that were left out."""
+        """Remove all rows of the step from the store, including padding and excluded rows."""
         keys = list(dict.fromkeys([*self.prompts, *step.batch.keys]))
         self.store.clear(step.batch.partition, keys)
         self.forget(keys)
@@ -216,10 +217,10 @@ class RolloutRole:
             self.open.pop(key[:2], None)
 
     def _rewards_early(self, task: str) -> bool:
-        """Return True if a finished session of a task is rewarded while others still roll out.
+        """Return True if sessions of this task are scored as soon as they finish.
 
-        Not if a colocated model takes part, which waits for the engines to sleep, nor if a function takes a
-        whole batch. Functions alone must be slow enough to be worth it.
+        Colocated reward models wait until the engines sleep, and batch functions need all sessions. Functions
+        must also be slow enough to be worth it.
         """
         if "reward" not in self.plan or self._waits or not self._functions.divides(task):
             return False
@@ -242,7 +243,7 @@ class RolloutRole:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A row to be written; a failed session has no trajectory and leaves a row without fields."""
+    """A row to write. A failed session has no trajectory, and its row has no fields."""
 
     key: Key
     tags: Tags
@@ -250,7 +251,7 @@ class SessionRow:
 
 
 class SessionRunner:
-    """Runs sessions of one plan: an engine answers, or a demonstrator does."""
+    """Runs sessions with an engine, or plays back SFT examples."""
 
     def __init__(
         self,
@@ -269,9 +270,9 @@ class SessionRunner:
         answerers: Mapping[str, Generates] | None = None,
         recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        """`deadline_s` is a session's, and `teacher_of` names the teacher of a prompt, if there are any.
+        """`deadline_s` is a session's, and `teacher_of` returns the teacher of a prompt.
 
-        `answerers` are teachers that answer their prompts in place of the engine.
+        `answerers` are teachers that sample responses in place of the engine.
         """
         self.agent, self.deadline_s = agent, deadline_s
         self.plan, self.store, self.recorder = plan, store, recorder
@@ -287,7 +288,7 @@ class SessionRunner:
         self.end_id = self.tokenizer.eos_token_id
 
     def start(self, prompt: Prompt) -> SessionStart:
-        """Return the prompt as the model gets it."""
+        """Return the prompt in the model's format."""
         encoded = self.encoder(prompt)
         return SessionStart(encoded.ids, encoded.images, encoded.messages, self.encoder.tools)
 
@@ -298,28 +299,28 @@ class SessionRunner:
         seed: int,
         then: Callable[[list[SessionRow]], Awaitable[None] | None],
     ) -> Coroutine[Any, Any, AttemptResult]:
-        """Run one session. `then` gets its rows, and the work that it returns is done before this ends."""
+        """Run a session. `then` receives its rows, and the work it returns is awaited."""
         policy = self._policies[self.answerer(attempt)] if self._policies else self._policy
         return self._attempt(attempt, start, policy, seed, lambda ended: then(self.rows(attempt, ended)))
 
     def answerer(self, attempt: Attempt) -> str:
-        """Return the teacher that answers a prompt in place of the engine; empty if none does."""
+        """Return the teacher that responds to a prompt in place of the engine, or ""."""
         return self.teacher_of(attempt.prompt) if self._policies and self.teacher_of is not None else ""
 
     async def demonstrate(self, prompt: Prompt) -> list[SessionRow]:
-        """Run a demonstrator in the agent's loop; return its rows for supervised training."""
+        """Play back an SFT example in the agent loop, and return its rows."""
         sampling = Sampling(max_new_tokens=self.context, stop=frozenset({self.end_id}))
         policy = DemonstratorPolicy(make_demonstrator(self.agent, self.toolbox), self.tokenizer)
         attempt = Attempt(prompt, 0, sampling)
         ended = await self._attempt(attempt, self.start(prompt), policy, 0, lambda ended: None)
         if ended.result is None:
-            error = PracticumError(f"{prompt} can't be demonstrated: {ended.failure}")
+            error = PracticumError(f"{prompt} has no SFT example: {ended.failure}")
             error.details = ended.trace or ""
             raise error
         return self.rows(attempt, ended)
 
     def put(self, partition: str, rows: Sequence[SessionRow], stage: str) -> BatchRef:
-        """Write rows with the fields of a stage, in one put, and failed ones without."""
+        """Write rows with the fields of a stage in one put, and failed rows without fields."""
         done = [row for row in rows if row.trajectory is not None]
         failed = [row for row in rows if row.trajectory is None]
         for part in (failed, done):
@@ -361,19 +362,17 @@ class SessionRunner:
         return run_attempt(self.loop, self.agent, make, self.deadline_s, then)
 
     def _check(self, prompt: Prompt, text: str) -> float:
-        """Score a text by the task's own checker, for loops that ask."""
+        """Score a text with the task's checker, for agent loops."""
         known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
         sample = RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=0)
         try:
             return self.functions.check(sample)
-        except PracticumError as error:  # of a user's own kind of task: the session fails, not the run
+        except PracticumError as error:  # from a custom task: the session fails, not the run
             raise SessionError(str(error)) from None
 
     def rows(self, attempt: Attempt, ended: AttemptResult) -> list[SessionRow]:
-        """Return the rows of a session.
-
-        A failed one is a row without fields: seen and counted, never trained on.
-        """
+        """Return the rows of a session. A failed one has a row without fields, which is counted but not
+        trained on."""
         prompt = attempt.prompt
         common = Tags(
             domain=prompt.domain,

@@ -1,4 +1,4 @@
-"""How a stage is run: `@stage` makes a method of a role one, which gets what the plan says that it reads."""
+"""Run stages: `@stage` turns a role's method into a stage that receives the plan's reads."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from practicum.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What every stage is called with: the batch, and what the step knows beside it."""
+    """Argument of every stage: the batch, and other facts about the step."""
 
     batch: BatchRef
-    """The whole batch, padding included; each stage takes its own rows of it."""
+    """The whole batch, including padding. Each stage selects its rows."""
     number: int = 0
-    """Number of the step, from 1 on; 0 outside of training."""
+    """Number of the step, starting at 1, or 0 outside of training."""
     baselines: Mapping[int, float] = field(default_factory=dict)
-    """Rewards of greedy sessions by their prompt's uid, if the advantage estimator needs them."""
+    """Rewards of greedy sessions by prompt uid, if the advantage estimator needs them."""
     prompts: Mapping[Key, Any] = field(default_factory=dict)
-    """The `Prompt` of each row, for stages that read more than tokens."""
+    """The `Prompt` of each row, for stages that read more than fields."""
 
 
 StageMethod = Callable[[Any, BatchRef, Columns, StepInfo], Any]
 StageCall = Callable[[Any, StepInfo], Any]
 Stages = Mapping[str, Callable[[StepInfo], Any]]
-"""Stages by name. Each returns metrics, an `UpdateReport`, padding rows, or None if it had no row."""
+"""Stages by name. Each returns metrics, an `UpdateReport`, padding rows, or None without rows."""
 
 
 def stage(
     name: str, *, rows: Callable[[Any, StepInfo], BatchRef] = lambda role, step: step.batch
 ) -> Callable[[StageMethod], StageCall]:
-    """Make `method(self, batch, columns, step)` the stage `name` of `self.plan`, called as `method(step)`.
+    """Turn `method(self, batch, columns, step)` into the stage `name` of `self.plan`, called as
+    `method(step)`.
 
-    A coroutine function becomes one that is awaited. `rows(self, step)` picks the rows of this rank.
-    `columns` are exactly the plan's reads, from `self.store`. The method
-    returns exactly the plan's writes, or (writes, report) to return `report` to the caller; they are put, and
-    the rows keep their tags. Padding rows never reach it: they have every field from the start. Without a row
-    it is not called: the call returns None. But if `self.parallel` is set, every rank must take part: a rank
-    that has only padding runs the method on one padding row and discards the result. `self.recorder` receives
-    the rows, what was read and written, and the time.
+    Coroutine functions stay coroutine functions. `rows(self, step)` selects the rows of this rank. `columns`
+    holds exactly the plan's reads, from `self.store`. The method returns exactly the plan's writes, or
+    (writes, report), where `report` is returned to the caller. The writes are put into the store, and rows
+    keep their tags. Padding rows are excluded, as they have all fields from the start. Without rows, the
+    method is not called and the result is None. But if `self.parallel` is set, every rank must take part, so
+    a rank with only padding runs the method on one padding row and discards the result. `self.recorder`
+    receives the rows, the reads and writes, and the time.
     """
 
     def decorate(method: StageMethod) -> StageCall:
@@ -70,7 +71,7 @@ def stage(
 
 
 class _StageRun:
-    """One run of a stage: fetches what it reads, checks and puts what it writes."""
+    """One call of a stage: fetches its reads, checks and stores its writes."""
 
     def __init__(self, role: Any, name: str, step: StepInfo, chosen: BatchRef) -> None:
         self.role, self.name, self.spec = role, name, role.plan[name]
@@ -97,7 +98,7 @@ class _StageRun:
         writes, report = result if isinstance(result, tuple) else (result, None)
         if set(writes) != set(self.spec.writes):
             declared, wrote = (", ".join(sorted(names)) or "nothing" for names in (self.spec.writes, writes))
-            raise StoreError(f"stage {self.name!r} declares that it writes {declared}; it wrote {wrote}")
+            raise StoreError(f"stage {self.name!r} declares the writes {declared}, but wrote {wrote}")
         if writes and not self._discards:
             self.role.store.put(self.batch, writes, keep_tags=True)
             self.role.recorder.add(self.name, self.batch, writes)
@@ -105,9 +106,9 @@ class _StageRun:
 
 
 def stage_method(role: Any, name: str) -> Callable[[StepInfo], Any]:
-    """Return the method of a role that is decorated as this stage.
+    """Return the role's method that is decorated as this stage.
 
-    One that is a coroutine runs on the process's event loop, for at most `role.stage_s` seconds.
+    Coroutines run on the process's event loop, for at most `role.stage_s` seconds.
     """
     for attribute in dir(type(role)):
         if getattr(getattr(type(role), attribute), "stage_name", None) == name:
@@ -115,4 +116,4 @@ def stage_method(role: Any, name: str) -> Callable[[StepInfo], Any]:
             if not inspect.iscoroutinefunction(method):
                 return method
             return lambda step: run_async(method(step), timeout=role.stage_s, owner=f"stage {name}")
-    raise TypeError(f"{type(role).__name__} has no method that is decorated with @stage({name!r})")
+    raise TypeError(f"{type(role).__name__} has no method decorated with @stage({name!r})")

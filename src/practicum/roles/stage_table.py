@@ -1,7 +1,7 @@
-"""The one table of stages: each with its role, the fields it reads and writes, and who runs it.
+"""The table of stages, with the role, reads, writes and ranks of each.
 
-A stage is a line here and a method of its role that is decorated with `@stage`; a recipe's `stages` add the
-user's. Imports no torch: `practicum explain` and `practicum check` draw the plan without it.
+To add a stage, write a line here and a method of its role with the decorator `@stage`. A recipe's `stages`
+add custom ones. Imports no torch, because `practicum explain` and `practicum check` show the plan without it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ OldSource = Literal["own", "old_logprobs", "rollout_logprobs"]
 _TOKENS = ("prompt_ids", "response_ids")
 _ROWS = (*_TOKENS, "response_mask")
 VISION_FIELDS = ("position_ids", "multi_modal_inputs")
-"""Further fields of the rows of vision models."""
+"""Additional fields of vision models."""
 
 TABLE = (
-    StageSpec(
-        "demonstrate", role="rollout", ranks="controller", side="sampling", about="a demonstrator's turns"
-    ),
-    StageSpec("rollout", role="rollout", ranks="controller", side="sampling", about="the student answers"),
+    StageSpec("demonstrate", role="rollout", ranks="controller", side="sampling", about="build SFT examples"),
+    StageSpec("rollout", role="rollout", ranks="controller", side="sampling", about="the student responds"),
     StageSpec(
         "reward",
         _ROWS,
@@ -36,26 +34,32 @@ TABLE = (
         "reward",
         "controller",
         side="sampling",
-        about="judge each session",
+        about="score each session",
     ),
-    StageSpec("teachers", role="teachers", completes=True, about="the teachers score each answer"),
-    StageSpec("pad", role="padding", ranks="first", effect=True, completes=True, about="fill the batch up"),
-    StageSpec("old_logprobs", _TOKENS, ("old_logprobs",), "student", about="the student before the update"),
-    StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), "student", about="the reference policy"),
-    StageSpec("values", _TOKENS, ("values",), "critic", about="what the critic expects"),
+    StageSpec("teachers", role="teachers", completes=True, about="the teachers score each response"),
+    StageSpec("pad", role="padding", ranks="first", effect=True, completes=True, about="add padding rows"),
+    StageSpec(
+        "old_logprobs",
+        _TOKENS,
+        ("old_logprobs",),
+        "student",
+        about="the student's logprobs before the update",
+    ),
+    StageSpec("ref_logprobs", _TOKENS, ("ref_logprobs",), "student", about="the reference policy's logprobs"),
+    StageSpec("values", _TOKENS, ("values",), "critic", about="the critic's values"),
     StageSpec("advantages", role="advantages", ranks="first", metrics="advantage"),
     StageSpec("update_critic", role="critic", effect=True, trains=True, metrics="critic", about="value loss"),
     StageSpec("update_student", role="student", effect=True, trains=True, metrics="train"),
     StageSpec("sync", role="sync", ranks="controller", effect=True),
-    StageSpec("clear", role="rollout", ranks="controller", effect=True, about="the store drops the step"),
+    StageSpec("clear", role="rollout", ranks="controller", effect=True, about="clear the store"),
 )
-"""Every stage, in order. What depends on the recipe is added by `all_stages`."""
+"""All stages, in order. `all_stages` adds the parts that depend on the recipe."""
 
 
 def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
-    """Return the plan of a recipe. A stage that would read what nobody writes is a RecipeError.
+    """Return the plan of a recipe. Raise RecipeError if a stage reads a field that no stage writes.
 
-    `traits` are the student's, if more is known than `model_traits` can find out.
+    `traits` overrides the student's traits from `model_traits`.
     """
     traits = model_traits(recipe.model) if traits is None else traits
     plan = resolve(all_stages(recipe, traits), _why_unread(recipe))
@@ -64,15 +68,15 @@ def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
 
 
 def evaluation_plan(lag: int = 0) -> Plan:
-    """Return the stages of an evaluation: answers and their rewards, nothing else."""
+    """Return the plan of an evaluation, with rollout and reward."""
     table = {spec.name: spec for spec in TABLE}
     return Plan((replace(table["rollout"], writes=_ROWS), replace(table["reward"], effect=True)), lag=lag)
 
 
 def ratio_source(recipe: Recipe) -> OldSource:
-    """Return where the denominator of the policy loss's ratio comes from.
+    """Return the source of the denominator of the policy loss's ratio.
 
-    own: the update's own logprobs, detached, are the old ones; nothing is stored for them.
+    With own, the old logprobs are the update's detached logprobs, and none are stored.
     """
     algorithm, train, loss = recipe.algorithm, recipe.train, loss_traits(recipe.algorithm.loss)
     if not (recipe.has_policy_loss and loss.ratio):
@@ -87,12 +91,12 @@ def ratio_source(recipe: Recipe) -> OldSource:
 
 
 def student_source(algorithm: Algorithm) -> Literal["old_logprobs", "rollout_logprobs"]:
-    """Return where the student's logprobs come from that advantages are made with, if they need any."""
+    """Return the source of the student's logprobs for advantages that need them."""
     return "rollout_logprobs" if algorithm.old_logprobs == "rollout" else "old_logprobs"
 
 
 def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
-    """Return every stage, in order, with this recipe's reads and writes."""
+    """Return all stages, in order, with this recipe's reads and writes."""
     algorithm, distill, lag = recipe.algorithm, recipe.distill, recipe.rollout.lag
     supervised, answered, policy = recipe.is_supervised, recipe.teachers_answer, recipe.has_policy_loss
     critic = estimator_traits(algorithm.advantage).critic
@@ -121,11 +125,11 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         *_if(estimates, algorithm.advantage),
         *_if(kl == "reward", "KL in the reward"),
         *_if(by_policy, f"the teachers' {distill and distill.divergence} as {distill and distill.apply_as}"),
-        *_if(weighs, "weights against the mismatch"),
+        *_if(weighs, "importance weights for the mismatch"),
     )
     denominator = ratio_source(recipe)
-    # Engine and learner are compared at the sampling temperature, unless the engine's numbers are those of a
-    # distribution that was cut.
+    # Engine and learner are compared at the sampling temperature, unless the engine samples from a truncated
+    # distribution.
     at_sampling = recipe.rollout.temperature != 1 and not recipe.cuts_sampling
     update_reads = (
         *_if(policy, "advantages"),
@@ -144,25 +148,25 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             "writes": (*_ROWS, *vision),
             "skip_reason": ""
             if recipe.demonstrates
-            else f"{loss}: {'teachers answer' if answered else 'the student samples its answers'}",
+            else f"{loss}: responses are sampled by {'teachers' if answered else 'the student'}",
         },
         "rollout": {
             "writes": (*_ROWS, "rollout_logprobs", "plain_logprobs", *vision, *experts),
-            "skip_reason": f"{loss}: demonstrations are the batch" if recipe.demonstrates else "",
-            "about": "the teachers answer" if answered else "the student answers",
+            "skip_reason": f"{loss}: SFT examples are the batch" if recipe.demonstrates else "",
+            "about": "the teachers respond" if answered else "the student responds",
         },
         "reward": {
             "effect": recipe.reward.log_only or answered,
-            "about": "choose the right answers" if answered else "judge each session",
+            "about": "select correct responses" if answered else "score each session",
         },
-        # Colocated ones share the learner's devices, and so its time.
+        # Colocated teachers share the learner's devices.
         "teachers": {
             "reads": (*_TOKENS, *images),
             "writes": taught,
             "side": "sampling" if streamed else "learning",
         },
         "pad": {
-            "skip_reason": "one optimizer step on one rank takes the whole batch, of any size"
+            "skip_reason": "one optimizer step on one rank takes a batch of any size"
             if recipe.data_parallel * recipe.train.minibatches == 1 and recipe.train.minibatch_size is None
             else ""
         },
@@ -172,7 +176,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
         "advantages": {
             "reads": advantage_reads,
             "writes": ("advantages", *_if(critic, "returns")),
-            "about": f"what each token was worth ({', '.join(advantage_parts) or 'nothing'})",
+            "about": f"the advantage of each token ({', '.join(advantage_parts) or 'nothing'})",
         },
         "update_critic": {
             "reads": (*_ROWS, *_if(critic, "values", "returns"), *vision),
@@ -183,7 +187,7 @@ def all_stages(recipe: Recipe, traits: Traits) -> list[StageSpec]:
             "first_step": warmup + 1,
             "about": "supervised" if supervised else " + ".join(loss_parts),
         },
-        "sync": {"about": f"the engine takes the new weights{' in a later step' if lag else ''}"},
+        "sync": {"about": f"the engine loads the new weights{' in a later step' if lag else ''}"},
     }
     stages = [replace(spec, **of_recipe.get(spec.name, {})) for spec in TABLE]
     for use in recipe.stages:
@@ -204,23 +208,23 @@ def _if(condition: object, *names: str) -> tuple[str, ...]:
 
 
 def _insert(stages: list[StageSpec], spec: StageSpec, after: str) -> None:
-    """Put a stage of the user's among the learner's."""
+    """Insert a custom stage."""
     names = [stage.name for stage in stages]
     allowed = names[names.index("pad") : names.index("sync")]
     if after not in allowed:
         found = f"{spec.use!r}, which comes after {after!r}"
-        raise RecipeError("stages", found, f"a stage that comes after one of {', '.join(allowed)}")
+        raise RecipeError("stages", found, f"a stage after one of {', '.join(allowed)}")
     if spec.name in names:
-        advice = "call its function something else"
-        raise RecipeError("stages", f"{spec.use!r}, a second stage {spec.name}", "a name of its own", advice)
+        advice = "rename its function"
+        raise RecipeError("stages", f"{spec.use!r}, a second stage {spec.name}", "a unique name", advice)
     stages.insert(names.index(after) + 1, spec)
 
 
 def _why_unread(recipe: Recipe) -> dict[str, str]:
-    """Return why this recipe does not read a field, by field."""
+    """Return, by field, why this recipe does not read it."""
     algorithm = recipe.algorithm
     if not recipe.has_policy_loss:
-        old = "there is no policy loss"
+        old = "the update has no policy loss"
     elif not loss_traits(algorithm.loss).ratio:
         old = f"algorithm.loss {algorithm.loss} has no ratio"
     elif algorithm.old_logprobs == "rollout":
@@ -230,14 +234,14 @@ def _why_unread(recipe: Recipe) -> dict[str, str]:
         why = f"rollout.lag is {lag}" if lag else f"algorithm.loss is {algorithm.loss}"
         old = f"{why}: the ratio is to the engine's"
     else:
-        old = "a batch gets one optimizer step, whose own logprobs are the old ones"
+        old = "with one optimizer step per batch, the update's logprobs are the old ones"
     return {
         "old_logprobs": old,
         "ref_logprobs": f"algorithm.kl.place is {algorithm.kl.place}",
         "values": f"algorithm.advantage is {algorithm.advantage}",
         "advantages": f"algorithm.loss is {algorithm.loss}"
         if recipe.is_supervised
-        else "there is no policy loss: reward.weight is 0 and the teachers enter by the loss",
-        "reward": "reward.weight is 0" if recipe.reward.weight == 0 else "demonstrations are not judged",
-        "teacher_logprobs": "no teacher scores answers" if recipe.distill is None else "",
+        else "the update has no policy loss: reward.weight is 0 and distill.apply_as is loss",
+        "reward": "reward.weight is 0" if recipe.reward.weight == 0 else "SFT examples are not scored",
+        "teacher_logprobs": "no teacher scores responses" if recipe.distill is None else "",
     }

@@ -1,4 +1,4 @@
-"""The student role: logprobs of the learner and the reference, and the update."""
+"""The student role: logprobs of student and reference policy, and the update."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ from practicum.teachers.balance import Moments, UpdateBalance, spread_factors
 from practicum.teachers.ledger import Pair, TeacherMeasures, pair_of
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
-"""Metrics that mean something only before the batch's first optimizer step, if these weights sampled it."""
+"""Metrics of the first optimizer step on a batch sampled by the current weights, meaningless in later
+ones."""
 STALE_ONLY = ("sample_size",)
-"""The same, of batches that older weights sampled."""
+"""The same for batches sampled by older weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """Metrics, the numbers of each teacher and domain if there are teachers, and the weights' version."""
+    """Metrics, measures by teacher and domain with teachers, and the weight version."""
 
     metrics: dict[str, float]
     measured: TeacherMeasures | None
@@ -51,8 +52,8 @@ class UpdateReport:
 class StudentRole:
     """The student's stages.
 
-    All ranks are called with the same whole batch, padding included. A rank reads its own rows, and all
-    return the same report.
+    All ranks are called with the whole batch, including padding. Each rank reads its rows, and all return the
+    same report.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class StudentRole:
         teachers: Mapping[str, int],
         route: Route,
     ) -> None:
-        """`temperature` is the rollout's, `old` the ratio's denominator; `teachers` are their numbers."""
+        """`temperature` is the rollout's, `old` the source of the ratio's denominator, `teachers` their
+        numbers."""
         self.plan, self.store, self.watch, self.recorder = plan, store, watch, recorder
         self.learner, self.reference, self._temperature = learner, reference, temperature
         self.parallel, self.cutter = learner.parallel, cutter
@@ -97,7 +99,7 @@ class StudentRole:
     def update(
         self, batch: BatchRef, columns: Columns, step: StepInfo
     ) -> tuple[dict[str, Column], UpdateReport]:
-        """Take all optimizer steps on this batch; checks may refuse each before weights change."""
+        """Take all optimizer steps on this batch. Checks may reject each before weights change."""
         self._check_masks(batch, columns)
         steps = self.cutter.optimizer_steps(self.cutter.student, step)
         rows_of_steps, version = [each.rows for each in steps], self.learner.version
@@ -138,9 +140,9 @@ class StudentRole:
             try:
                 learnt = self.learner.update(update, step=step.number, before_step=check, groups=groups)
                 reports.append(learnt)
-            finally:  # the numbers of an update that is refused are those that people look for
+            finally:  # the numbers of a rejected update help to debug it
                 if (trace := self.learner.trace) is not None and update.recorded is not None:
-                    # Of several passes over a row, the first is recorded.
+                    # With several passes over a row, the first is recorded.
                     kept = batch.take([row for row in rows if batch.keys[row] in unseen])
                     found = trace.columns()
                     self.recorder.add("update_student", kept, found, trained=step.number, update=number)
@@ -176,10 +178,10 @@ class StudentRole:
         return joined
 
     def _adapt(self, parts: Sequence[Pair], found: PartShares | None, batch: BatchRef) -> None:
-        """Give the measured shares of the update to the feedback."""
+        """Pass the measured shares of the update to the feedback control."""
         if found is None or not found.shares:
             raise PracticumError(
-                "route.balance update has no shares of the update to hold: they need AdamW's second moments"
+                "route.balance update needs AdamW's second moments to measure shares of the update"
                 "\n  → set train.optimizer: adamw, or another route.balance"
             )
         shares = dict.fromkeys((self._numbers[teacher] for teacher, _ in parts), 0.0)
@@ -189,7 +191,7 @@ class StudentRole:
         self.balance.adapt(shares, Counter(self._numbers[teacher] for _, teacher in asked))
 
     def _check_masks(self, batch: BatchRef, columns: Columns) -> None:
-        """Check the rows of each rank; all ranks act on what any finds."""
+        """Check the rows of each rank. All ranks raise if any finds a problem."""
         if not self.watch.looks_at("masks"):
             return
         findings = [invariants.masks(batch, *ids_of(columns), columns.ragged("response_mask"))]
@@ -198,7 +200,7 @@ class StudentRole:
         self.watch("masks", next((finding for finding in findings if finding is not None), None))
 
     def _facts(self, batch: BatchRef, own: BatchRef, columns: Columns) -> BatchFacts:
-        """Return the facts of the whole batch; `own` are this rank's rows, with their columns."""
+        """Return the facts of the whole batch. `own` holds this rank's rows, with their columns."""
         sampled = [tags.sampled_tokens for tags in batch.tags]
         weights: list[float] = list(sampled)
         if "token_weight" in columns:
@@ -215,13 +217,13 @@ class StudentRole:
         )
 
     def _summed_weights(self, batch: BatchRef, own: BatchRef, columns: Columns) -> list[float]:
-        """Return the summed token_weight of the sampled tokens of each row, whichever rank has it."""
+        """Return the sum of token_weight over the sampled tokens of each row of all ranks."""
         found: dict[Key, float] = {}
         rows = zip(columns.ragged("token_weight").rows, columns.ragged("response_mask").rows, strict=True)
         for key, (weight, mask) in zip(own.keys, rows, strict=True):
             if not bool((weight.isfinite() & (weight >= 0)).all()):
                 raise DataError(
-                    f"token_weight of {key} has {float(weight.min())}: expected numbers from 0 up"
+                    f"token_weight of {key} contains {float(weight.min())}, expected numbers of at least 0"
                 )
             found[key] = float(weight[mask].double().sum())
         ranks = [found] if self.parallel is None else self.parallel.gather(found)
@@ -229,7 +231,7 @@ class StudentRole:
         return [everywhere.get(key, 0.0) for key in batch.keys]
 
     def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, first: bool, stale: bool) -> None:
-        """Refuse an optimizer step whose numbers are not in order; weights are untouched so far."""
+        """Raise on invalid numbers of an optimizer step, before the weights change."""
         self.watch("masks", invariants.denominator(metrics.get("tokens"), sum(facts.sampled_tokens)))
         expected = total_weight(self.learner.objective.algorithm.aggregation, facts)
         self.watch("masks", invariants.loss_weights(self.learner.weight, expected))
@@ -273,7 +275,7 @@ def ids_of(columns: Columns) -> tuple[Ragged, Ragged]:
 
 
 def total_weight(aggregation: str, facts: BatchFacts) -> float:
-    """Return the sum of the weights of a mini-batch's tokens, by the facts of its rows alone."""
+    """Return the sum of the token weights of a mini-batch, from the facts of its rows."""
     whole = dict(zip(facts.sessions, facts.session_tokens, strict=True))
     tokens: dict[int, float] = {}
     for session, weight in zip(facts.sessions, facts.weights, strict=True):
@@ -286,7 +288,7 @@ def total_weight(aggregation: str, facts: BatchFacts) -> float:
 
 
 def mean_metrics(reports: Sequence[Mapping[str, float]], *, stale: bool = False) -> dict[str, float]:
-    """Return the mean of each metric over optimizer steps; `stale`: older weights sampled the batch."""
+    """Return the mean of each metric over optimizer steps. `stale` means older weights sampled the batch."""
     means = {}
     first, none = (STALE_ONLY, FRESH_ONLY) if stale else (FRESH_ONLY, STALE_ONLY)
     for name in dict.fromkeys(name for report in reports for name in report if name not in none):

@@ -1,4 +1,4 @@
-"""The student's engines: how they are made, which weights they have, and the probe after each sync."""
+"""The student's engines: creation, weight versions, and the probe after each sync."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from practicum.recipe.schema.rollout_sections import Rollout
 
 _LIMITS = {"bfloat16": 0.2}
 _LIMIT = 1e-3
-"""Largest mean |difference| of logprobs in nats, by the model's dtype."""
+"""Maximum mean |difference| of logprobs in nats, by the model's dtype."""
 
 
 def make_engines(
     rollout: Rollout, path: str | None, models: Iterable[PreTrainedModel], weights: WeightSource
 ) -> list[Engine]:
-    """Return an engine for each copy of the student from `path`; if one can't be made, none stays behind."""
+    """Create an engine for each copy of the student from `path`. If one fails, stop all."""
     engines, kind = list[Engine](), ENGINES[rollout.engine]
     with ExitStack() as undo:
         for model in models:
@@ -46,33 +46,34 @@ def make_engines(
 
 
 def describe_engines(*engines: Scorer) -> list[str]:
-    """Return what the engines say of themselves, and a warning of more threads than the machine has cores."""
+    """Return the engines' descriptions, and a warning about more threads than cores."""
     distinct = list(dict.fromkeys(engines))
     lines = [line for engine in distinct for line in engine.describe()]
     threads, cores = torch.get_num_threads() + sum(engine.threads for engine in distinct), os.cpu_count() or 1
     if threads > torch.get_num_threads() and threads > cores:
         lines.append(
-            f"{threads} threads may work concurrently on {cores} cores, and slow each other down: lower "
+            f"{threads} threads may run concurrently on {cores} cores and slow each other down: lower "
             "runtime.threads"
         )
     return lines
 
 
 class SyncProbe:
-    """Compares fingerprints of engines and learner, and remembers them for the next time."""
+    """Compares fingerprints of engines and learner, and stores them for the next comparison."""
 
     def __init__(self, dtype: str, watch: Watch) -> None:
         self._watch, self._limit = watch, _LIMITS.get(dtype, _LIMIT)
         self._before: dict[int, tuple[Sequence[float], Sequence[float]]] = {}
         self.length = LENGTH
-        """Tokens of the sequence that the engines were compared by last."""
+        """Length of the probe sequence of the last comparison."""
 
     @property
     def looks(self) -> bool:
         return self._watch.looks_at("fingerprint")
 
     def check(self, found: Sequence[Sequence[float]], learner: Callable[[int], Sequence[float]]) -> None:
-        """Check fingerprints of engines; `learner` returns its own, for a sequence of this many tokens."""
+        """Check fingerprints of engines. `learner` returns its fingerprint of a sequence of this many
+        tokens."""
         lengths = {len(fingerprint) + 1 for fingerprint in found}
         expected = {length: learner(length) for length in sorted(lengths)}
         self.length = max(lengths)
@@ -92,18 +93,18 @@ class PublishedWeights:
     weights: Mapping[str, Tensor]
     version: int
     fingerprint: tuple[float, ...] = ()
-    """The learner's, if it is checked."""
+    """The learner's fingerprint, if it is checked."""
 
     @classmethod
     def copy(
         cls, weights: Iterable[tuple[str, Tensor]], version: int, fingerprint: Sequence[float] = ()
     ) -> PublishedWeights:
-        """Copy weights on their device; later updates do not reach the copy."""
+        """Copy weights on their device. Later updates do not change the copy."""
         copied = {name: x.detach().clone(memory_format=contiguous_format) for name, x in weights}
         return cls(copied, version, tuple(fingerprint))
 
     def save(self, folder: Path, step: int) -> None:
-        """Write them into a checkpoint, as those after this step."""
+        """Write the weights of this step into a checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
         about = {"version": str(self.version), "fingerprint": json.dumps(self.fingerprint)}
         save_file(dict(self.weights), folder / f"{step}.safetensors", metadata=about)
@@ -121,10 +122,10 @@ class PublishedWeights:
 
 
 class WeightTurns:
-    """A lock on the weights of one engine, which keeps them until all who sample with them are done.
+    """Reader lock over an engine's weights: they change only when no reader samples with them.
 
-    Whoever needs others waits in line. Weights are named by the step that they are after. `deadline_s` is the
-    time in which one of those who sample must be done.
+    Readers of other weights queue. Weights are named by their step. `deadline_s` is the deadline for a reader
+    to finish.
     """
 
     def __init__(self, deadline_s: float, held: int | None = None) -> None:
@@ -135,11 +136,11 @@ class WeightTurns:
 
     @contextmanager
     def use(self, step: int, load: Callable[[], None]) -> Iterator[None]:
-        """Inside, the engine has the weights after this step; `load` loads them, unless it has them."""
+        """Hold the weights of this step inside the context. `load` loads them if needed."""
         with self._changed:
             self._wait(step)
             if self.held != step:
-                self.held = None  # if they can't be loaded, it has none that are known
+                self.held = None  # unknown if loading fails
                 load()
                 self.held = step
             self._users += 1
@@ -157,8 +158,8 @@ class WeightTurns:
             while self._line[0] is not me or (self._users and self.held != step):
                 if not self._changed.wait(self._deadline_s):
                     raise DeadlineError(
-                        f"weights of step {step} wait for the engine: those who sample by weights of step "
-                        f"{self.held} were not done after {self._deadline_s:g} s"
+                        f"weights of step {step} wait for the engine: sampling with the weights of step "
+                        f"{self.held} did not finish within {self._deadline_s:g} s"
                     )
         finally:
             self._line.remove(me)

@@ -1,7 +1,8 @@
-"""The teachers' role: rows are scored by their teachers, and the scores are written.
+"""The teachers' role: score rows with their teachers, and write the scores.
 
-Teachers with their own resources score a session as soon as it is finished. Colocated ones score after the
-rollout: each that has rows is woken once, while the student's engines sleep (`RolloutRole.engines_asleep`).
+Teachers in separate processes or on servers score each session as soon as it finishes. Colocated ones score
+after the rollout: each with rows is woken once, while the student's engines sleep
+(`RolloutRole.engines_asleep`).
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from practicum.teachers.teacher_scorer import TeacherScorer
 
 T = TypeVar("T")
 _WAKE_S = 60.0
-"""Seconds for waking models, beside the deadlines of their rows."""
+"""Seconds for waking models, in addition to the deadlines of their rows."""
 _ROUNDING = 0.01
-"""Largest |difference| in nats of two logprobs of one token."""
+"""Maximum |difference| in nats of two logprobs of one token."""
 
 
 class TeacherRole:
-    """Scores rows by their teachers, for one rollout at a time."""
+    """Scores rows with their teachers, for one rollout at a time."""
 
     def __init__(
         self,
@@ -71,20 +72,20 @@ class TeacherRole:
         self._spent = self.seconds(), teachers.wakes
         self.stage_s = 2 * sum(scorer.spec.deadline_s for scorer in teachers.scorers.values()) + _WAKE_S
         self.student: Learner | None = None
-        """The learner, for copies of the student; it is made after the teachers."""
+        """The learner, for copies of the student. It is created after the teachers."""
 
     def seconds(self) -> dict[str, float]:
         return {name: scorer.busy_s for name, scorer in self.loaded.scorers.items()}
 
     def _rank_share(self, step: StepInfo) -> BatchRef:
-        """Return this rank's share of the rows, by tokens."""
+        """Return this rank's share of the rows, balanced by tokens."""
         tokens = [tags.prompt_tokens + tags.response_tokens for tags in step.batch.tags]
         parts = spread_evenly(tokens, min(self.ranks, len(tokens)))
         return step.batch.take(sorted(parts[self.rank]) if self.rank < len(parts) else [])
 
     @stage("teachers", rows=_rank_share)
     async def score(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
-        """Score rows by their teachers, model by model; one that sleeps is woken once."""
+        """Score rows model by model, waking each sleeping model once."""
         rows = self._rows(batch, columns, step.prompts)
         by_model: dict[str, list[tuple[int, str]]] = {}
         for i, name in rows:
@@ -118,7 +119,7 @@ class TeacherRole:
         return replace(parts[0], logprobs=logprobs_R, hidden=hidden_RH)
 
     def logprobs_by(self, name: str, batch: BatchRef, columns: Columns, step: StepInfo) -> Ragged:
-        """Return a teacher's logprobs of the tokens of any rows, for stages of users.
+        """Return a teacher's logprobs of the tokens of any rows, for custom stages.
 
         `columns` has their prompt_ids and response_ids.
         """
@@ -129,14 +130,14 @@ class TeacherRole:
         return Ragged.from_rows([score.logprobs for score in scores])
 
     def answers_by(self, name: str, requests: Sequence[GenerateRequest]) -> list[list[int]]:
-        """Return the tokens that a teacher samples, for stages of users."""
+        """Sample responses of a teacher, for custom stages."""
         answers = self._ask(name, lambda teacher: (teacher.generate(request) for request in requests))
         return [answer.tokens.tolist() for answer in answers]
 
     def _ask(self, name: str, work: Callable[[TeacherScorer], Iterable[Coroutine[Any, Any, T]]]) -> list[T]:
-        """Have a teacher do work outside of its stage, and wait for it."""
+        """Run work on a teacher outside of its stage, and wait for it."""
         if name not in self.loaded.scorers or name in self.loaded.targets:
-            raise TeacherError(f"a stage can ask colocated teachers without a target, and {name} is none")
+            raise TeacherError(f"stages can use colocated teachers without a target only, not {name}")
 
         async def ask() -> list[T]:
             async with in_thread(self.loaded.awake(name)):
@@ -145,17 +146,17 @@ class TeacherRole:
         return run_async(ask(), timeout=self.stage_s, owner=f"teacher {name}")
 
     def refresh(self, step: int) -> None:
-        """Before step `step`, load the student's weights into the copies that are due."""
+        """Load the student's weights into the copies that are updated before step `step`."""
         for name, scorer in self.loaded.scorers.items():
             if takes_new_weights(scorer.spec, step):
                 assert self.student is not None
-                # Cloned: it is also what a checkpoint keeps of this teacher.
+                # Cloned, because checkpoints save these weights too.
                 copied = {key: x.cpu().clone() for key, x in self.student.named_weights()}
                 self.take(name, copied, self.student.version)
                 self.spent()  # not the scoring of a step
 
     def save(self, folder: Path) -> None:
-        """Write the copies of the student that are not its start."""
+        """Write the copies of the student that have been updated."""
         for name, scorer in self.loaded.scorers.items():
             if scorer.held is not None and scorer.held.weights is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -178,14 +179,14 @@ class TeacherRole:
                 self.renew_head(name, self.loaded.scorers[name].scorers[0].head())
 
     def renew_head(self, name: str, fresh: OutputHead) -> None:
-        """Update a teacher's output head, if the learner needs it."""
+        """Update a teacher's output head if the learner needs it."""
         if (head := self.loaded.heads.get(name)) is not None:
             head.weight.copy_(fresh.weight)
             if head.bias is not None and fresh.bias is not None:
                 head.bias.copy_(fresh.bias)
 
     def spent(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Return seconds and wakes of each teacher since the last call."""
+        """Return the seconds and wake-ups of each teacher since the last call."""
         seconds, wakes = self.seconds(), self.loaded.wakes
         before_s, before_w = self._spent
         self._spent = seconds, wakes
@@ -199,25 +200,27 @@ class TeacherRole:
         ids_RK, best_RK, vocab = scores.topk_ids, scores.topk_logprobs, self.options.vocab
         if ids_RK is None or best_RK is None or not ids_RK.numel():
             return
-        if vocab is not None and int(ids_RK.max()) >= vocab:  # a server does not know how many count
+        if (
+            vocab is not None and int(ids_RK.max()) >= vocab
+        ):  # a server does not know the student's vocabulary
             raise TeacherError(
-                f"teacher {name} finds token {int(ids_RK.max())} likely in {row.name}, and the student has "
-                f"{vocab} outputs: load it here, without teachers.{name}.url: such tokens are left out"
+                f"teacher {name} returned token {int(ids_RK.max())} for {row.name}, but the student has "
+                f"{vocab} outputs: load it locally, which excludes such tokens, without teachers.{name}.url"
             )
         own_RK = ids_RK == torch.tensor(row.ids[row.start :]).unsqueeze(1)
         apart_RK = (best_RK - scores.logprobs.unsqueeze(1)).abs().masked_fill(~own_RK, 0.0)
         if not float(apart_RK.max()) <= _ROUNDING:
             at = int(apart_RK.amax(1).argmax())
             raise TeacherError(
-                f"teacher {name} gives token {at} of the answer of {row.name} a logprob of "
-                f"{float(scores.logprobs[at]):.4g}, and another one by {float(apart_RK.max()):.3g} among its "
-                "most likely tokens: its scores are not of the tokens that they stand beside"
+                f"teacher {name} returned inconsistent logprobs for token {at} of the response of "
+                f"{row.name}: {float(scores.logprobs[at]):.4g}, and in its top-k a value that differs by "
+                f"{float(apart_RK.max()):.3g}. Its scores are misaligned with the tokens"
             )
 
     def _rows(
         self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt]
     ) -> dict[tuple[int, str], ScoreRequest]:
-        """Return what is asked of each teacher of each row; a product has several."""
+        """Return the requests to each teacher for each row. A product has several teachers."""
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
         pictures = images_of(columns) if "multi_modal_inputs" in columns else [None] * len(batch)
         rows = {}
@@ -249,7 +252,7 @@ class TeacherRole:
 def prompts_read(
     teachers: Mapping[str, Teacher], batch: BatchRef, prompts: Mapping[Key, Prompt]
 ) -> dict[Key, Prompt]:
-    """Return the prompts of those rows whose teachers read more of them than their tokens."""
+    """Return the prompts of rows whose teachers read more than the prompt's tokens."""
     reads = {
         name
         for name, teacher in teachers.items()
@@ -266,6 +269,6 @@ def read_copy(path: Path) -> tuple[dict[str, Tensor], int]:
 
 
 def takes_new_weights(teacher: Teacher, step: int) -> bool:
-    """Return True if a copy of the student takes its weights before this step."""
+    """Return True if a copy of the student is updated before this step."""
     every = teacher.student.every if teacher.student is not None else 0
     return bool(every) and step > 1 and (step - 1) % every == 0

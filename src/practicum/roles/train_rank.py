@@ -1,7 +1,7 @@
-"""One rank of the learner: the roles that live where the student learns, the same in every runtime.
+"""One rank of the learner with all roles that run on it, in every runtime.
 
-The local runtime has one in its process; on Ray each `TrainWorker` has one. With several ranks all are called
-alike, and the first writes what all have in common.
+The local runtime has one in its process. On Ray, each `TrainWorker` has one. All ranks receive the same
+calls, and the first writes shared output.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from practicum.teachers.load_teachers import Teachers
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A row as text, special tokens included; all empty for a failed session that left no tokens."""
+    """A row as text, including special tokens. Empty for a failed session without tokens."""
 
     prompt: str = ""
     response: str = ""
     spans: tuple[dict[str, Any], ...] = ()
-    """The response, cut where sampled and given tokens meet: `sampled`, `text` and number of `tokens`."""
+    """Spans of the response, sampled or inserted, with `sampled`, `text` and number of `tokens`."""
 
 
 class TrainRank:
@@ -80,11 +80,11 @@ class TrainRank:
         self.stop = stop_ids(getattr(model, "generation_config", None), self.tokenizer, recipe.rollout.stop)
         self._make_roles(model, teachers)
         self.stages: dict[str, Callable[[StepInfo], Any]] = {}
-        """Those that the ranks run, by name; each returns its report, or None if it had no row."""
+        """Stages of the ranks by name. Each returns its report, or None without rows."""
         for spec in plan:
             if spec.use:
                 own = find_part("stage", spec.use, of=OwnStage)
-                own.spec(spec.use)  # its fields, which padding and the store need to know
+                own.spec(spec.use)  # registers its fields for padding and the store
                 rows = {"rows": rank_share} if spec.ranks == "all" else {}
                 decorated = stage(spec.name, **rows)(guarded(own.run, f"stages: {spec.use}"))
                 self.stages[spec.name] = partial(decorated, self)
@@ -139,7 +139,7 @@ class TrainRank:
                 shares=None if shares is None else {numbers[name]: share for name, share in shares.items()},
                 project=recipe.route.project,
             )
-        # Last: others copy the model whole, and the learner cuts it into shards.
+        # Last, because the learner shards the model that others copy.
         learner = Learner(
             model,
             recipe.train,
@@ -219,7 +219,7 @@ class TrainRank:
         return self.student.learner.stepper.begun, *critic
 
     def save(self, folder: Path, rows: Collection[Key]) -> None:
-        """Write a checkpoint with these rows of the store, or this rank's share of it."""
+        """Write this rank's share of a checkpoint, with these rows of the store."""
         self.student.learner.save(folder / "student")
         if self.critic is not None:
             self.critic.critic.save(folder / "critic")
@@ -234,7 +234,7 @@ class TrainRank:
         self.store.save(folder / "store", rows)
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> int:
-        """Continue from what `save` wrote, with any number of ranks; return the weights' version."""
+        """Load a checkpoint, written by any number of ranks, and return the weight version."""
         self.student.learner.load(folder / "student")
         if self.critic is not None:
             self.critic.critic.load(folder / "critic")
@@ -249,7 +249,8 @@ class TrainRank:
         return self.version
 
     def export(self, folder: Path) -> None:
-        """Write the student in HuggingFace format, its tokenizer and processor; an adapter also alone."""
+        """Export the student in HuggingFace format with tokenizer and processor, and its adapter
+        separately."""
         self.student.learner.export(folder, self.tokenizer)
         if self.rank == 0 and self.encoder.processor is not None:
             self.encoder.processor.image_processor.save_pretrained(folder)
@@ -258,20 +259,20 @@ class TrainRank:
 def load_reference(
     spec: Model, seed: int, path: str | None, student: PreTrainedModel, rank: int | None = None
 ) -> PreTrainedModel:
-    """Return the reference policy: a model of the student's vocabulary at a path, or the student's start."""
+    """Load the reference policy: a model with the student's vocabulary, or the student's initial weights."""
     key = "algorithm.kl.reference"
     reference = load_model(spec, seed, path=path, key=key, rank=rank)
     own, other = (m.config.get_text_config().vocab_size for m in (student, reference))
     if own != other:
-        expected = f"a model of the student's vocabulary of {own}"
+        expected = f"a model with the student's {own} tokens"
         raise RecipeError(key, f"{path} with a vocabulary of {other} tokens", expected)
     return reference
 
 
 def set_threads(threads: int | None, *, sides: int = 1) -> int:
-    """Set torch's threads: as the recipe says, else as OMP_NUM_THREADS says, else one per core.
+    """Set torch's threads from the recipe, OMP_NUM_THREADS, or the number of cores.
 
-    `sides` share the cores: engines and learner, if they work concurrently.
+    `sides` is the number of parts that share the cores: engines and learner, if they run concurrently.
     """
     cores = max(1, (os.cpu_count() or 1) // sides)
     count = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or cores

@@ -1,1 +1,1 @@
-"""Serving: a model behind a URL, for recipes whose teacher is on another machine or shared by runs."""
+"""Serve a model over HTTP, for teachers on another machine or shared by several runs."""

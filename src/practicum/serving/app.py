@@ -19,10 +19,10 @@ from practicum.serving.completions import RequestScorer
 def scoring_app(
     scorer: RequestScorer, roots: Mapping[str, str], max_body: int, api_key: str | None = None
 ) -> Starlette:
-    """Return the application, which closes the scorer's engine when it stops.
+    """Create the application, which closes the scorer's engine when it stops.
 
-    `roots` are the folders of the models by their names. Requests have at most `max_body` bytes, and all but
-    /health bring the key.
+    `roots` maps model names to folders. Requests have at most `max_body` bytes, and all except /health need
+    the key.
     """
     created = int(time.time())
 

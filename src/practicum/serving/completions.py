@@ -1,6 +1,7 @@
-"""/v1/completions of the scoring server: the part of vLLM's that scores prompts.
+"""/v1/completions of the scoring server: the subset of vLLM's endpoint that scores prompts.
 
-Text, streams and responses of more than one token are not supported. Unknown keys are ignored, as by vLLM.
+Text prompts, streams and responses of more than one token are not supported. Unknown keys are ignored, as
+in vLLM.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ TokenId = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 MOST_ENTRIES = 2**22
 MOST_PACKED = 2**24
-"""Logprobs of one response: in vLLM's form and packed. The first take some 300 bytes each."""
+"""Maximum logprobs of a response, in vLLM's format (300 bytes each) and packed."""
 
 
 class PackedRequest(BaseModel):
-    """A request for the scores of prompt[start:] as arrays: see `teachers.prompt_logprobs`."""
+    """A request for the scores of prompt[start:] as arrays. See `teachers.prompt_logprobs`."""
 
     start: Count = Field(ge=1)
     top_k: Count
@@ -41,7 +42,7 @@ class Completion(BaseModel):
     max_tokens: int = Field(default=16, ge=0, le=1, validate_default=True)
     prompt_logprobs: Count | None = None
     temperature: float | None = Field(default=None, ge=0, le=0, allow_inf_nan=False)
-    """None is 1 for OpenAI: it is refused where a token is generated."""
+    """Unset is 1 in OpenAI's API, so None is refused if a token is generated."""
     n: Literal[1] = 1
     stream: Literal[False] = False
     logprobs: None = None
@@ -52,7 +53,7 @@ class Completion(BaseModel):
 class RequestScorer:
     """Scores prompts by an engine, which batches concurrent requests.
 
-    `adapters` are further models: the engine's adapters by the names that requests use.
+    `adapters` maps names of further models to the engine's adapters.
     """
 
     def __init__(
@@ -77,25 +78,25 @@ class RequestScorer:
             raise Refusal(400, "; ".join(texts)) from None
         self._check(request)
         scores = await self._score(request)
-        try:  # in a thread: to write a long response takes seconds
+        try:  # in a thread: serialising a long response takes seconds
             return await asyncio.to_thread(
                 lambda: json.dumps(self._response(request, scores), allow_nan=False)
             )
         except ValueError:
-            raise Refusal(500, "the model's logprobs are not finite numbers: are its weights good?") from None
+            raise Refusal(500, "the model's logprobs are not finite: check its weights") from None
 
     def _check(self, request: Completion) -> None:
         ids, packed = request.prompt, request.packed_scores
         if request.model is not None and request.model not in self.models:
             known = ", ".join(map(repr, self.models))
-            raise Refusal(404, f"there is no model {shorten(repr(request.model))} here, but {known}")
+            raise Refusal(404, f"unknown model {shorten(repr(request.model))}, expected {known}")
         if (largest := max(ids)) >= self.vocab:
             raise Refusal(400, f"token id {largest} is not below the vocabulary's size of {self.vocab}")
         if len(ids) + request.max_tokens > self.context:
             asked = f"a prompt of {len(ids)} tokens and max_tokens {request.max_tokens}"
             raise Refusal(400, f"{asked} are more than the context of {self.context}")
         if request.max_tokens and request.temperature is None:
-            raise Refusal(400, "temperature: the one token is the most likely one, so set it to 0")
+            raise Refusal(400, "temperature must be 0: only the most likely token is generated")
         k, outputs, positions, most = request.prompt_logprobs or 0, self.vocab, len(ids), MOST_ENTRIES
         if packed is not None:
             k, outputs = packed.top_k, min(packed.vocab or self.vocab, self.vocab)
@@ -103,9 +104,9 @@ class RequestScorer:
             if packed.start > len(ids):
                 raise Refusal(400, f"packed_scores.start is {packed.start}, beyond the {len(ids)} tokens")
         if k > outputs:
-            raise Refusal(400, f"{k} logprobs for each position were asked for, the limit is {outputs}")
+            raise Refusal(400, f"{k} logprobs per position exceed the limit of {outputs}")
         if k * positions > most:
-            raise Refusal(400, f"{k} logprobs at {positions} positions are too many, the limit is {most}")
+            raise Refusal(400, f"{k} logprobs at {positions} positions exceed the limit of {most} in total")
 
     async def _score(self, request: Completion) -> Scores | None:
         wanted, ids, k = request.packed_scores, request.prompt, request.prompt_logprobs
@@ -115,14 +116,15 @@ class RequestScorer:
             return await self.engine.score(row, ScoreOptions(wanted.top_k, vocab=wanted.vocab))
         if k is None and not request.max_tokens:
             return None
-        # The token that is generated is the most likely one after the prompt: one more position to score,
-        # whatever token is there.
+        # The generated token is the most likely one after the prompt, found by scoring one more position with
+        # any token.
         scored = [*ids, ids[-1]] if request.max_tokens else ids
         row = ScoreRequest(scored, len(ids) if k is None else 1, adapter=adapter)
         return await self.engine.score(row, ScoreOptions(max(k or 0, request.max_tokens)))
 
     def _response(self, request: Completion, scores: Scores | None) -> Any:
-        """Return the packed scores if they were asked for; else vLLM's form, which offers the packed one."""
+        """Return packed scores if requested, else vLLM's format with a hint that packed scores are
+        available."""
         ids, k, new_ids = request.prompt, request.prompt_logprobs, []
         response: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -154,10 +156,9 @@ class RequestScorer:
 
 
 def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
-    """Return scores of ids[1:] in vLLM's form: nothing for the first token, then entries by token id.
+    """Return scores of ids[1:] in vLLM's format: None for the first token, then entries by token id.
 
-    Scores of a token after them are left out. The prompt's own token has the rank k + 1 where it is not among
-    the k most likely.
+    The prompt's token has rank k + 1 if it is not among the k most likely.
     """
     entries: list[Any] = [None]
     best = (([], []) for _ in ids[1:])

@@ -1,4 +1,4 @@
-"""`practicum serve`: from the options to a scoring server that runs until Ctrl-C or SIGTERM."""
+"""`practicum serve`: run a scoring server until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from practicum.serving.completions import RequestScorer
 KEY_ENV = "PRACTICUM_API_KEY"
 _MIB = 1 << 20
 _TOKEN_BYTES = 32
-"""Bytes of a request for each token of the context."""
+"""Maximum bytes of a request per token of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of `practicum serve`; `resolve` fills in those that are None."""
+    """Options of `practicum serve`. `resolve` chooses values for those that are None."""
 
     model: str
     adapters: tuple[tuple[str, str], ...] = ()
-    """Names and folders of adapters of the model, served beside it."""
+    """Names and folders of adapters of the model."""
     host: str = "127.0.0.1"
     port: int = 8000
     name: str | None = None
@@ -76,7 +76,7 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         server = resolve(options)
-        # Bind before the model is loaded: a port in use should not cost minutes.
+        # Bind before loading the model, so that a port in use fails immediately.
         with listen(options.host, options.port) as bound:
             _serve(server, bound, say)
     except KeyboardInterrupt:
@@ -105,7 +105,7 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
 
 
 def resolve(options: ServeOptions) -> Resolved:
-    """Choose what the options leave open, and raise an error for mistakes before weights are loaded."""
+    """Choose values for unset options, and raise errors for mistakes before loading weights."""
     _check_key(options)
     require_known_layers(options.model, "MODEL")
     with must_read(options.model, "MODEL", "a causal language model in HuggingFace format"):
@@ -115,16 +115,16 @@ def resolve(options: ServeOptions) -> Resolved:
     longest = getattr(config, "max_position_embeddings", None)
     context = options.context or longest
     if context is None:
-        raise ServeError(f"the config of {options.model} names no longest sequence: set --context")
+        raise ServeError(f"the config of {options.model} has no maximum sequence length: set --context")
     if longest is not None and context > longest:
-        raise ServeError(f"--context {context}: {options.model} has at most {longest} tokens")
+        raise ServeError(f"--context {context} exceeds the {longest} tokens of {options.model}")
     max_body = max(_MIB, _TOKEN_BYTES * context)
     if options.max_body_mb is not None:
         max_body = int(options.max_body_mb * _MIB)
     adapters: dict[str, SavedAdapter] = {}
     for adapter, path in options.adapters:
         if adapter in adapters or adapter == name:
-            raise ServeError(f"--adapter {adapter}=…: another model on this server has that name")
+            raise ServeError(f"--adapter {adapter}=…: the name is already in use on this server")
         adapters[adapter] = SavedAdapter.read(path, "--adapter")
     if adapters:
         bare = skeleton(Model(path=options.model))
@@ -139,20 +139,20 @@ def _check_key(options: ServeOptions) -> None:
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise ServeError(f"the API key (--api-key or {KEY_ENV}) must be printable ASCII without spaces")
     if key is not None and options.no_key:
-        raise ServeError(f"--no-key and a key (--api-key or {KEY_ENV}): leave one out")
+        raise ServeError(f"--no-key conflicts with the key of --api-key or {KEY_ENV}: remove one")
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
     if key is None and not options.no_key and not is_loopback:
         raise ServeError(
-            f"other machines can reach --host {host}, and no key is set: set {KEY_ENV} (or --api-key), or "
-            "add --no-key to let everybody use the server"
+            f"--host {host} serves other machines without a key: set {KEY_ENV} or --api-key, or add --no-key "
+            "to allow access without a key"
         )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address. Port 0 is any free one."""
+    """Return a socket that listens at this address. Port 0 chooses a free one."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -166,7 +166,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def announcement(server: Resolved, port: int) -> str:
-    """Return what a user reads when the server is ready, with the line for a recipe."""
+    """Return the message that the server is ready, with the lines for a recipe."""
     options, host = server.options, server.options.host
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -179,9 +179,11 @@ def announcement(server: Resolved, port: int) -> str:
     beside = f" and its adapters {', '.join(server.adapters)}" if server.adapters else ""
     lines = [
         f"serving {options.model}{beside} at {url}: {server.dtype} on {server.device}, sequences of up to "
-        f"{server.context:,} tokens; Ctrl-C ends it. In a recipe:",
+        f"{server.context:,} tokens. Ctrl-C stops it. In a recipe:",
         f"teachers: {json.dumps(teachers, ensure_ascii=False)}",  # JSON is YAML too
     ]
     if options.no_key:
-        lines.append(f"warning: no key is set (--no-key): everybody who reaches {options.host} can use it")
+        lines.append(
+            f"warning: without a key (--no-key), everyone who can reach {options.host} can use the server"
+        )
     return "\n".join(lines)

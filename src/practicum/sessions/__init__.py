@@ -1,1 +1,1 @@
-"""Sessions: attempts at prompts, their turns and trajectories, agent loops, tools, demonstrations."""
+"""Sessions: attempts at prompts, turns and trajectories, agent loops, tools, and SFT examples."""

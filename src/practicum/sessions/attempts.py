@@ -1,4 +1,5 @@
-"""Attempts at a prompt: an agent loop runs a session, what it returned is read, a failed one is tried again.
+"""Run attempts at a prompt: an agent loop runs a session, its result is read, and failed sessions are
+retried.
 
 A loop is `async def loop(session)`; the built-in ones are at the end.
 """
@@ -26,21 +27,21 @@ from practicum.tasks.prompts import Prompt
 from practicum.user_code import error_line, finite_number, raised_at, short_repr, trace
 
 Loop = Callable[[Session], Awaitable[Any]]
-"""Returns None (all trajectories that have sampled tokens), a trajectory, a list of them, or one of these
-with a reward: a number for the session, or a list with one number for each trajectory."""
+"""Result of a loop: None (all trajectories with sampled tokens), a trajectory, a list of them, or one of
+these with a reward, which is a number for the session or a list with one number per trajectory."""
 
 _EXPECTED = "expected None, a Trajectory, a list of them, or (trajectories, reward)"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
-    """A session's trajectories in order, all with sampled tokens, and its reward if the loop gave one."""
+    """A session's trajectories in order, all with sampled tokens, and its reward if the loop returned one."""
 
     trajectories: list[Trajectory]
     reward: float | list[float] | None = None
 
     def row_rewards(self) -> list[float] | list[None]:
-        """What each trajectory earned; a reward of the whole session is earned by the last one."""
+        """Return the reward of each trajectory. A session's reward goes to the last one."""
         if self.reward is None:
             return [None] * len(self.trajectories)
         if isinstance(self.reward, list):
@@ -49,7 +50,7 @@ class SessionResult:
 
 
 def read_result(result: object, session: Session) -> SessionResult:
-    """Return what the loop returned for the session; a SessionError if it is not what a loop may return."""
+    """Parse a loop's result. Raise SessionError if it is invalid."""
     is_pair = issubclass(type(result), tuple) and len(cast(tuple[Any, ...], result)) == 2
     returned, reward = cast(tuple[Any, Any], result) if is_pair else (result, None)
     opened = session.trajectories
@@ -73,8 +74,8 @@ def read_result(result: object, session: Session) -> SessionResult:
         full = next((t for t in opened if t.finish == "context"), None)
         if full is None:
             raise SessionError("left no trajectory with sampled tokens")
-        room = f"prompt of {len(full)} tokens, context {session.context}"
-        raise SessionError(f"had no room for an answer: {room}")
+        room = f"the prompt ({len(full)} tokens) leaves no room in the context ({session.context})"
+        raise SessionError(f"could not start: {room}")
     for trajectory in kept:
         session.require_known(trajectory.prompt_ids)
         for piece in trajectory.pieces:
@@ -99,16 +100,16 @@ def _number(reward: object) -> float:
 
 
 _LOOPS_OWN = (SessionError, ToolError)
-"""Errors with a sentence that are the loop's fault."""
+"""Errors that are the loop's fault."""
 MESSAGES = {"retry": "That is not right. Try again.", "compress": "Summarise what matters for going on."}
-"""What a loop tells the model, if agent.message is unset."""
+"""Defaults of agent.message, by loop."""
 _CLEANUP_S = 1.0
-"""Seconds that a loop has to end after it was cancelled."""
+"""Seconds to wait for a cancelled loop to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One session to run: which prompt, which of its sessions, drawn how."""
+    """A session to run: its prompt, number and sampling settings."""
 
     prompt: Prompt
     session: int
@@ -118,7 +119,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """How an attempt ended: with a result, or with the reason why not; and its further tries."""
+    """The result of an attempt, or the reason of its failure, and the number of retries."""
 
     result: SessionResult | None
     failure: str | None
@@ -128,7 +129,7 @@ class AttemptResult:
 
 
 _Fault = tuple[str, str | None]
-"""What a loop did wrong, and the traceback if it raised."""
+"""A loop's fault, and the traceback if it raised."""
 
 
 async def run_attempt(
@@ -138,10 +139,10 @@ async def run_attempt(
     deadline_s: float,
     then: Callable[[AttemptResult], Awaitable[None] | None] | None = None,
 ) -> AttemptResult:
-    """Run a session by the loop, again if it fails and the recipe says so; `make` opens try number n.
+    """Run a session with the agent loop, with retries if the recipe allows. `make` opens try number n.
 
-    An error of the loop is the session's failure, so is passing the deadline. Trouble of the engine is not
-    the loop's and is raised. The work that `then` returns for the result is done before this ends.
+    Errors of the loop and missed deadlines are failures of the session. Errors of the engine are raised. The
+    work that `then` returns for the result is awaited.
     """
     tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
     outcome, number = ("had no try", None), 0
@@ -174,7 +175,7 @@ async def run_attempt(
 
 
 def _outcome(task: asyncio.Future[Any], session: Session, name: str) -> SessionResult | _Fault:
-    """Return the session's result, or what the loop did wrong. Trouble that is not the loop's is raised."""
+    """Return the session's result or the loop's fault. Raise errors that are not the loop's."""
     if task.cancelled():
         return "cancelled itself", None
     if (error := task.exception()) is not None:
@@ -189,12 +190,12 @@ def _outcome(task: asyncio.Future[Any], session: Session, name: str) -> SessionR
         return read_result(task.result(), session)
     except SessionError as error:
         return str(error), None
-    except BaseException as error:  # whatever a user's value does when it is read
+    except BaseException as error:  # reading a user's value may raise anything
         return f"returned what can't be read: it raised {error_line(error)}", trace(error)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the errors of a group, as task groups raise them, in order; else the error itself."""
+    """Yield the errors of an exception group in order, or the error itself."""
     if isinstance(error, BaseExceptionGroup):
         for cause in error.exceptions:
             yield from _causes(cause)
@@ -203,14 +204,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 async def single_turn(session: Session) -> None:
-    """One prompt, one answer."""
+    """Sample one response to the prompt."""
     await session.generate()
 
 
 async def tool_use(session: Session) -> None:
-    """Turns, each followed by the results of its tool calls; the turn without a call is the answer.
+    """Sample turns, each followed by the results of its tool calls. The turn without a call is the response.
 
-    Ends after agent.turns turns too, or when the context is full.
+    Also ends after agent.turns turns or when the context is full.
     """
     results: list[Message] = []
     for left in reversed(range(session.agent.turns)):
@@ -223,9 +224,9 @@ async def tool_use(session: Session) -> None:
 
 
 async def answer_calls(session: Session, text: str) -> list[Message]:
-    """Run all tool calls of a turn at once; their results in order, one message each.
+    """Run all tool calls of a turn concurrently, and return their results in order, one message each.
 
-    A call that can't be read is answered with the reason.
+    The result of a malformed call is the reason.
     """
     tools = session.toolbox.tools if session.toolbox is not None else []
     calls = read_calls(text, session.agent.tool_call_format, tools)
@@ -242,9 +243,9 @@ async def _answer(session: Session, call: Call | BadCall) -> Message:
 
 
 async def retry(session: Session) -> None:
-    """Answers until the task's checker says that one is right, in agent.turns tries; the last one counts.
+    """Sample up to agent.turns responses until the task's checker accepts one. The last one counts.
 
-    After a miss the model reads agent.message, and nothing else about what was wrong.
+    After a wrong response, the model only reads agent.message.
     """
     if session.check is None:
         raise EngineError(f"agent loop retry needs a checker, and task {session.prompt.task} has none")
@@ -256,10 +257,10 @@ async def retry(session: Session) -> None:
 
 
 async def compress(session: Session) -> None:
-    """Turns and tool calls as in tool_use. In a context that is full the model is asked for a summary
-    (agent.message), and a new trajectory opens with the prompt and the summary.
+    """Run turns and tool calls like tool_use. When the context is full, ask the model for a summary
+    (agent.message), and open a new trajectory with the prompt and the summary.
 
-    A summary is one of the agent.turns turns, and never the last one.
+    A summary counts as one of agent.turns and is never the last.
     """
     new, ask = list[Message](), user(session.agent.message or MESSAGES["compress"])
     for left in reversed(range(session.agent.turns)):
@@ -275,10 +276,10 @@ async def compress(session: Session) -> None:
 
 
 def is_full(session: Session, new: list[Message]) -> bool:
-    """Whether the current context, in which the model has had a turn, should be summed up.
+    """Return True if the current context, which has a turn of the model, should be summarised.
 
-    From agent.compress_at tokens on; by default when, after what is new, it has no room for another turn and
-    an eighth more.
+    The threshold is agent.compress_at tokens. By default, it is a context without room for the new messages,
+    another turn and an eighth more.
     """
     if not session.trajectory.turns:
         return False
@@ -296,7 +297,7 @@ LOOPS: dict[str, Loop] = {
 
 
 def find_loop(name: str | CommandLoop | FunctionLoop) -> Loop:
-    """A built-in loop, a user's `package.module:function`, or an agent behind an HTTP endpoint."""
+    """Return a built-in loop, a user's `package.module:function`, or an agent behind an HTTP endpoint."""
     if isinstance(name, CommandLoop):
         return partial(run_command, name)
     if isinstance(name, FunctionLoop):

@@ -1,8 +1,8 @@
-"""How prompts and conversations become tokens.
+"""Turn prompts and conversations into tokens.
 
-A chat template is a function of all messages. So for each turn it is asked for the longer conversation, and
-what that adds to the text that is already there is appended: nothing is tokenised twice. Where the template
-rewrites that text, there is nothing to append.
+A chat template is a function of all messages. For each turn, the longer conversation is rendered, and the
+text that follows the existing text is appended, so nothing is tokenised twice. If the template rewrites the
+existing text, nothing can be appended.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from practicum.user_code import encodable, short_repr
 
 @dataclass(frozen=True, slots=True)
 class SessionStart:
-    """A prompt as the model gets it; `messages` (the system's too) is None for a plain-text prompt.
+    """A prompt in the model's format. `messages` includes the system message and is None for plain text.
 
-    `tools` are the schemas that the chat template shows to the model, `options` are further arguments of it.
+    `tools` holds schemas for the chat template, and `options` its other arguments.
     """
 
     ids: list[int]
@@ -40,22 +40,22 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """The turn that is open: what the model wrote, and the text of the stop token that ended it, if any."""
+    """The open turn: the model's text, and the text of its stop token if it had one."""
 
     content: str = ""
     end: str = ""
 
     def messages(self) -> list[Message]:
-        """The turn as a message; none for a turn that has nothing yet."""
+        """Return the turn as a message, or nothing for an empty turn."""
         return [{"role": "assistant", "content": self.content}] if self.content or self.end else []
 
 
 class PlainFormat:
-    """A plain-text prompt, after which messages are written between bars: `|42|`.
+    """A plain-text prompt, followed by messages between bars, as in `|42|`.
 
     `extend` returns the text between the open turn, which follows `messages`, and the next turn, which
-    follows `new`; None if the text that is there would have to change. `open` returns the tokens of a
-    conversation up to the model's turn; those of the prompt stay as they are if it begins with the prompt.
+    follows `new`, or None if existing text would have to change. `open` returns the tokens of a conversation
+    up to the model's turn, and reuses the prompt's tokens if it begins with the prompt.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PlainFormat:
 
 
 class Chat:
-    """Messages through the tokenizer's chat template, with the tools' schemas; methods as of PlainFormat."""
+    """Messages in the tokenizer's chat template, with the tools' schemas. Has the methods of PlainFormat."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, start: SessionStart, opening: list[Message]
@@ -87,9 +87,7 @@ class Chat:
 
     def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
         if not messages:
-            raise SessionError(
-                "a trajectory that was opened with tokens continues with tokens, not with messages"
-            )
+            raise SessionError("a trajectory opened with tokens must be continued with tokens, not messages")
         there = self.render(messages) + written.content + written.end
         longer = self.render([*messages, *written.messages(), *new])
         return longer[len(there) :] if longer.startswith(there) else None
@@ -98,18 +96,16 @@ class Chat:
         text = self.render(messages)
         if self._start.images is None or not begins_with(messages, self._opening):
             return tokenise(self._tokenizer, text)
-        # A picture's place in the text is one token, and as many as the picture needs in the prompt.
+        # An image is one token in the text, and expanded to its number of tokens in the prompt.
         before = self.render(self._opening, ask=False)
         asking = tokenise(self._tokenizer, self.render(self._opening).removeprefix(before))
         kept = len(self._start.ids) - len(asking)
         if not text.startswith(before) or self._start.ids[kept:] != asking:
-            raise EngineError(
-                "the chat template rewrites a prompt with pictures, which can't be opened again"
-            )
+            raise EngineError("the chat template rewrites a prompt with images, which can't be reopened")
         return [*self._start.ids[:kept], *tokenise(self._tokenizer, text.removeprefix(before))]
 
     def render(self, messages: Sequence[Message], *, ask: bool = True) -> str:
-        """The conversation as text; unless `ask` is false, up to where the model's turn begins."""
+        """Render the conversation as text, with `ask` up to the start of the model's turn."""
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -119,19 +115,19 @@ class Chat:
                 **self._start.options,
             )
         except Exception as error:
-            # Templates refuse roles they do not know with an error of the template engine.
+            # Templates reject unknown roles with an error of the template engine.
             roles = ", ".join(str(message["role"]) for message in messages)
             raise EngineError(f"the chat template refused a conversation ({roles}): {error}") from error
         return str(text)
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text, nothing put around it."""
+    """Tokenise a text without adding special tokens."""
     return [int(i) for i in tokenizer(encodable(text), add_special_tokens=False)["input_ids"]] if text else []
 
 
 def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, specials: bool) -> str:
-    """The text of tokens as it is; with or without special tokens."""
+    """Decode tokens, with or without special tokens."""
     text = tokenizer.decode(list(ids), skip_special_tokens=not specials, clean_up_tokenization_spaces=False)
     return str(text)
 
@@ -141,7 +137,7 @@ def begins_with(messages: Sequence[Message], opening: Sequence[Message]) -> bool
 
 
 def check_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages that a session may continue with: role and text; pictures belong to the prompt."""
+    """Check messages that continue a session: role and text. Images are allowed in the prompt only."""
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise SessionError(f"found {short_repr(message)} among messages, expected role and content")
@@ -150,8 +146,8 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
         is_text = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
         if not isinstance(content, str | list) or not is_text:
             raise SessionError(
-                f"a {message['role']} message after the prompt holds something else than text: pictures can "
-                "be part of the prompt only"
+                f"a {message['role']} message after the prompt has content that is not text: images are "
+                "allowed in the prompt only"
             )
     return [dict(message) for message in messages]
 
@@ -166,7 +162,7 @@ def _between_bars(message: Message) -> str:
 
 
 def make_encoder(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Encoder:
-    """The encoder of a recipe's prompts; tools and processors that can't be had are RecipeErrors."""
+    """Return the encoder of a recipe's prompts. Raise RecipeError for unavailable tools and processors."""
     toolbox = Toolbox(recipe.agent.tools)
     processor = load_processor(recipe.model, tokenizer)
     most_tokens = None

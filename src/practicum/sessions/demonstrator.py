@@ -1,4 +1,4 @@
-"""Demonstrators: they write the turns of a session in place of the model, for supervised training."""
+"""Write the turns of SFT examples in place of the model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from practicum.tasks.messages import Message
 from practicum.tasks.prompts import Prompt, demonstrated_turn, demonstration
 
 Demonstrator = Callable[[Prompt, list[Message]], str]
-"""Writes a turn of supervised training in place of the model."""
+"""Writes a turn of an SFT example."""
 
 
 class DemonstratorPolicy:
-    """Turns of a demonstrator, which is given the prompt and the conversation so far; each ends with the EOS.
+    """Turns of an SFT example, written from the prompt and the conversation so far. Each ends with the EOS.
 
-    A loop that runs with it leaves demonstrations: tokens to learn from that nobody sampled.
+    An agent loop with this policy returns tokens to train on that were not sampled.
     """
 
     def __init__(self, demonstrator: Demonstrator, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,9 +47,9 @@ class DemonstratorPolicy:
 
 
 def make_demonstrator(agent: Agent, toolbox: Toolbox) -> Demonstrator:
-    """A demonstrator that uses the calculator if the agent has one, in the agent's way of writing calls.
+    """Return a demonstrator that uses the calculator if the agent has one, in the agent's call format.
 
-    Without it, and on rows of files, it answers at once.
+    Without a calculator, and on rows of files, it responds directly.
     """
     if CALCULATOR.name not in {tool.name for tool in toolbox.tools}:
         return lambda prompt, _: demonstration(prompt)

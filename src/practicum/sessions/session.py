@@ -1,7 +1,7 @@
-"""A session: one attempt at a prompt, of one or more turns, that leaves one or more trajectories.
+"""A session: an attempt at a prompt in one or more turns, with one or more trajectories.
 
-A trajectory is the tokens of one context: who put them there, and what was counted on the way. The session's
-turns are written by a policy: the engine, or a demonstrator whose turns are learnt from (`demonstrator.py`).
+A trajectory holds the tokens of one context, their origin, and counts. A policy writes the turns: the engine,
+or a demonstrator for supervised training (`demonstrator.py`).
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from practicum.user_code import short_repr
 
 @dataclass(slots=True)
 class TokenSpan:
-    """Consecutive response tokens of one origin: a turn of the student, or given by a tool or template."""
+    """Consecutive response tokens of one origin: a turn of the student, or text of a tool or template."""
 
     ids: Tensor
     sampled: bool
     logprobs: Tensor
     plain_logprobs: Tensor
     version: int | None = None
-    """The weights that sampled it; the oldest, if they changed meanwhile."""
+    """Version of the weights that sampled it, the oldest if it changed during sampling."""
 
 
 @dataclass(eq=False, slots=True)
 class Trajectory:
-    """Tokens of one context: a prompt, then sampled and given pieces in order."""
+    """Tokens of one context: a prompt, then sampled and inserted spans in order."""
 
     prompt_ids: list[int]
     images: Images | None = None
     messages: list[Message] = field(default_factory=list)
-    """What was said before the turn that is open; its tokens are those from `turn_start` on."""
+    """The conversation before the open turn, whose tokens start at `turn_start`."""
     turn_start: int = 0
     pieces: list[TokenSpan] = field(default_factory=list)
     version_min: int | None = None
@@ -71,17 +71,17 @@ class Trajectory:
     tool_calls: int = 0
     tool_errors: int = 0
     breaks: int = 0
-    """1 if it was opened because the chat template rewrites what the trajectory before it holds."""
+    """1 if it was opened because the chat template rewrote text of the trajectory before."""
     reward: float | None = None
-    """What the loop says that this trajectory is worth, if it says so."""
+    """Reward of this trajectory, if the loop set one."""
     trace: str | None = None
-    """The traceback of the first tool of the user's that raised in it."""
+    """Traceback of the first custom tool that raised."""
     requests: dict[str, int] | None = None
     """Counts of the session's HTTP requests, on its last trajectory."""
     clients: tuple[str, ...] = ()
     """Path and client of each of the requests."""
     experts: Tensor | None = None
-    """Experts that the first tokens took [n, L, E]; the rest were never an input."""
+    """Experts of the first n tokens [n, L, E]. Later tokens were never an input."""
 
     def add_sampled(self, generation: Generation) -> None:
         self._merge_experts(generation.experts)
@@ -95,13 +95,13 @@ class Trajectory:
         self.turns += 1
 
     def add_given(self, ids: Sequence[int]) -> None:
-        """Append tokens that a tool or a template put in; they are not trained on."""
+        """Append tokens of a tool or template, which are not trained on."""
         if ids:
             zeros = torch.zeros(len(ids))
             self.pieces.append(TokenSpan(torch.tensor(ids, dtype=torch.int64), False, zeros, zeros))
 
     def drop_given(self) -> None:
-        """Remove given tokens at the end, which no turn follows."""
+        """Remove inserted tokens at the end that no turn follows."""
         while self.pieces and not self.pieces[-1].sampled:
             self.pieces.pop()
 
@@ -119,7 +119,7 @@ class Trajectory:
         return [piece.ids.tolist() for piece in self.pieces if piece.sampled]
 
     def versions(self) -> list[int | None]:
-        """The version of the weights that sampled each response token; None for given ones."""
+        """Return the weight version that sampled each response token, or None for inserted ones."""
         return [piece.version for piece in self.pieces for _ in range(len(piece.ids))]
 
     @property
@@ -148,7 +148,7 @@ class Trajectory:
         return columns
 
     def _merge_experts(self, experts: Tensor | None) -> None:
-        """Keep what is known: a sampled token's experts are those it had when it was sampled."""
+        """Add experts of new tokens. A sampled token keeps the experts it had when sampled."""
         if self.experts is None or experts is None:
             self.experts = experts
         else:
@@ -156,12 +156,12 @@ class Trajectory:
 
 
 class Policy(Protocol):
-    """Writes turns: an engine does, or a demonstrator."""
+    """Writes turns: an engine or a demonstrator."""
 
     def next(
         self, trajectory: Trajectory, sampling: Sampling, counter: Counter, session: Session
     ) -> Awaitable[Generation]:
-        """Return the turn that follows the trajectory's tokens."""
+        """Return the next turn of the trajectory."""
         ...
 
 
@@ -187,12 +187,12 @@ class EnginePolicy:
 
 
 New = str | Sequence[Message] | Sequence[int]
-"""What a conversation continues with: text, messages, or tokens as they are."""
+"""New content of a conversation: text, messages or tokens."""
 
 
 @dataclass(frozen=True)
 class ModelTurn:
-    """What the model wrote. `finish` is "context" if the context was full before the turn was done."""
+    """A turn of the model. `finish` is "context" if the context filled up during the turn."""
 
     tokens: list[int]
     finish: Literal["stop", "length", "context"]
@@ -200,19 +200,19 @@ class ModelTurn:
 
     @cached_property
     def text(self) -> str:
-        """The tokens for people and checkers, special ones left out; made when it is first asked for."""
+        """The decoded tokens without special ones, cached."""
         return read(self.tokenizer, self.tokens, specials=False)
 
 
 class Session:
-    """What an agent loop works with: the prompt, the model, tools, and the trajectories it opens.
+    """The interface of agent loops: the prompt, the model, tools, and trajectories.
 
-    Every turn of every session has its own randomness, so a session's samples do not depend on others. A
+    Each turn of each session has separate randomness, so samples do not depend on other sessions. A
     trajectory with the prompt is open from the start.
     """
 
     trajectory: Trajectory
-    """The one that `generate` continues."""
+    """The trajectory that `generate` continues."""
 
     def __init__(
         self,
@@ -231,27 +231,27 @@ class Session:
         attempt: int = 0,
         vocab: int | None = None,
     ) -> None:
-        """Token ids that a loop gives must be below `vocab`, if that is known."""
+        """`vocab` is the exclusive upper bound of token ids from a loop, if known."""
         self.prompt, self.start, self.index = prompt, start, index
         self.tokenizer, self.sampling, self.context = tokenizer, sampling, context
         self.agent, self.toolbox, self.check, self._vocab = agent, toolbox, check, vocab
         self.opening: list[Message] = start.messages or [user(cast(str, prompt.content))]
-        """The prompt as messages, the system's too."""
+        """The prompt as messages, including the system message."""
         self._policy, self._seed, self._attempt = policy, seed, attempt
         self._branch: tuple[int, ...] = ()
         self._turn, self._busy = 0, False
         self._opened: list[Trajectory] = []
         self._forks: list[Session] = []
         self._left: tuple[Trajectory, int] | None = None
-        """Of a fork: the trajectory it continues, and the turns that this one had then."""
+        """For a fork, the trajectory it continues, and that trajectory's number of turns at the fork."""
         self.new_trajectory()
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All that were opened, this session's and its forks', in an order that does not depend on time.
+        """Return all trajectories of this session and its forks, in an order that does not depend on timing.
 
-        A fork's come before the trajectory it left if this one went on since, else after it. So the last
-        one has the session's last turn.
+        A fork's trajectories come before the one it left if that continued afterwards, else after it. So the
+        last one has the session's last turn.
         """
         return [t for own in self._opened for t in self._with_forks(own)]
 
@@ -264,7 +264,7 @@ class Session:
         return self.context - len(self.trajectory)
 
     def room_after(self, new: New | None) -> int:
-        """Tokens that `generate` would have for a turn after this; below 1, there is no room for it."""
+        """Return the tokens that a turn after `new` could have. Below 1, a turn does not fit."""
         trajectory, new_ids, _ = self._go_on(new)
         return self.context - len(trajectory) - len(new_ids)
 
@@ -276,17 +276,17 @@ class Session:
         stop: Collection[int] | None = None,
         stop_texts: Collection[str] = (),
     ) -> ModelTurn:
-        """Append what is new, then sample a turn; another length or other stop tokens, if given.
+        """Append new content, then sample a turn, optionally with another length or other stop tokens.
 
-        A turn ends with the token in which it has said one of `stop_texts`.
+        A turn ends with the token that completes one of `stop_texts`.
 
-        Text is a user message in a chat, and goes as it is after a plain-text prompt. With no room left,
-        nothing is appended or sampled. The distribution is the recipe's in every turn: it is the one that
-        the learner trains.
+        Text is a user message in a chat, and is appended verbatim to a plain-text prompt. Without room,
+        nothing is appended or sampled. All turns use the recipe's sampling distribution, which the learner
+        trains.
         """
         if self._busy:
-            raise SessionError("a session takes one turn at a time: fork() it to sample side by side")
-        # What an engine can't read would fail in it for all sessions: it is this loop's error here.
+            raise SessionError("a session samples one turn at a time: use fork() for concurrent turns")
+        # Invalid input is this loop's error. In the engine, it would fail all sessions.
         most_tokens = (
             self.sampling.max_new_tokens if max_new_tokens is None else operator.index(max_new_tokens)
         )
@@ -297,7 +297,7 @@ class Session:
         room = self.context - len(trajectory) - len(new_ids)
         if room < 1:
             self.trajectory.finish = "context"
-            await asyncio.sleep(0)  # an endless loop lets others work, and its deadline pass
+            await asyncio.sleep(0)  # lets an endless loop yield to others and reach its deadline
             return ModelTurn([], "context", self.tokenizer)
         if trajectory is not self.trajectory:
             self._open(trajectory)
@@ -318,22 +318,22 @@ class Session:
         return ModelTurn(generation.tokens.tolist(), finish, self.tokenizer)
 
     async def tool(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
-        """Call a tool; what went wrong with it is its text, for the model to read."""
+        """Call a tool. If it fails, the text describes the error for the model."""
         if self.toolbox is None or not self.toolbox.tools:
             found = f"none, and agent.loop {self.agent.loop} calls {short_repr(name, 60)}"
             raise RecipeError("agent.tools", found, "the tools that the loop calls", "add it to agent.tools")
         trajectory = self.trajectory
         trajectory.tool_calls += 1
         ran = await self.toolbox.run(name, arguments)
-        await asyncio.sleep(0)  # some tools never wait: a loop that calls them lets others work all the same
+        await asyncio.sleep(0)  # yields to others even if no tool ever waits
         trajectory.tool_errors += not ran.ok
         trajectory.trace = trajectory.trace or ran.trace
         return ran
 
     def fork(self) -> Session:
-        """Another session that continues from here; its trajectories belong to this one's too.
+        """Return another session that continues from here. Its trajectories also belong to this one.
 
-        All tokens so far are the prompt of its first trajectory: they are trained where they were sampled.
+        All tokens so far are the prompt of its first trajectory. They are trained where they were sampled.
         """
         now = self.trajectory
         return self.branch(
@@ -343,9 +343,9 @@ class Session:
     def branch(
         self, name: int, trajectory: Trajectory | None = None, start: SessionStart | None = None
     ) -> Session:
-        """Another session beside this one, as `fork`, that continues a trajectory or has yet to open one.
+        """Return another session, like `fork`, that continues a trajectory or has none yet.
 
-        Its randomness depends on the name. `start` has other tools or template options for it.
+        Its randomness depends on the name. `start` overrides tools and template options.
         """
         branch = copy(self)
         branch.__dict__.pop("_format", None)
@@ -358,7 +358,7 @@ class Session:
         return branch
 
     def new_trajectory(self, context: New | None = None) -> Trajectory:
-        """Open a context and continue with it: the prompt's, or another one as text, messages or tokens."""
+        """Open a context and continue with it: the prompt, or other text, messages or tokens."""
         if context is None:
             return self._open(self._of_tokens(self.start.ids))
         content: str | list[Any] = context if isinstance(context, str) else list(context)
@@ -369,23 +369,23 @@ class Session:
         return self._open(self._of_messages([*messages[:known], *check_messages(messages[known:])]))
 
     def require_known(self, ids: Sequence[int]) -> None:
-        """A SessionError if a token id is none of the model's."""
+        """Raise SessionError if a token id is not in the model's vocabulary."""
         if self._vocab is None or not ids or (min(ids) >= 0 and max(ids) < self._vocab):
             return
         unknown = next(i for i in ids if not 0 <= i < self._vocab)
         raise SessionError(f"token id {unknown} is outside of the model's vocabulary, 0 to {self._vocab - 1}")
 
     def said(self, trajectory: Trajectory | None = None) -> list[str]:
-        """The text of each turn that the model wrote."""
+        """Return the text of each of the model's turns."""
         turns = (self.trajectory if trajectory is None else trajectory).sampled()
         return [read(self.tokenizer, ids, specials=False) for ids in turns]
 
     def text(self, trajectory: Trajectory | None = None) -> str:
-        """All that the model wrote, for people and checkers."""
+        """Return all text of the model, for people and checkers."""
         return "".join(self.said(trajectory))
 
     def _go_on(self, new: New | None) -> tuple[Trajectory, list[int], list[Message] | None]:
-        """Where the next turn goes, which tokens come before it, and the conversation if a turn begins."""
+        """Return the next turn's trajectory, the tokens before it, and the conversation if a turn begins."""
         now = self.trajectory
         if new is None:
             return now, [], None
@@ -401,7 +401,7 @@ class Session:
         if text is not None:
             return now, tokenise(self.tokenizer, text), messages
         fresh = self._of_messages(messages)
-        fresh.breaks = len(written.messages())  # none if nothing was written: the prompt just got longer
+        fresh.breaks = len(written.messages())  # 0 if the model wrote nothing and only the prompt got longer
         return fresh, [], None
 
     @cached_property
@@ -415,7 +415,7 @@ class Session:
         return trajectory
 
     def _with_forks(self, own: Trajectory) -> list[Trajectory]:
-        """A trajectory and those of the forks that left it."""
+        """Return a trajectory and those of its forks."""
         forks = [(fork, fork._left[1]) for fork in self._forks if fork._left and fork._left[0] is own]
         before = [t for fork, turns in forks if own.turns > turns for t in fork.trajectories]
         after = [t for fork, turns in forks if own.turns <= turns for t in fork.trajectories]
@@ -439,8 +439,8 @@ class Session:
         return WrittenTurn(*(read(self.tokenizer, part, specials=True) for part in (content, end)))
 
     def _cut(self, generation: Generation, stop_texts: Collection[str], before: int) -> Generation:
-        """Return the generation up to the token that completes a stop text. What engines sample after it is
-        dropped: a token depends only on those before it."""
+        """Cut the generation after the token that completes a stop text. This does not change earlier
+        tokens."""
 
         def stops(count: int) -> bool:
             text = read(self.tokenizer, generation.tokens[:count].tolist(), specials=False)
@@ -460,7 +460,7 @@ class Session:
         )
 
     def _next_turn(self) -> int:
-        """The turn's number in its `Counter`: it depends on the try and the branch, never on time."""
+        """Return the turn's number in its `Counter`, which depends on try and branch but not on timing."""
         self._turn += 1
         if not (self._attempt or self._branch):
             return self._turn - 1
@@ -468,7 +468,7 @@ class Session:
         return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
     def _as_ids(self, new: str | list[Any]) -> list[int] | None:
-        """What is new as tokens, if it is tokens."""
+        """Return new content that is tokens, or None."""
         if isinstance(new, str) or not all(isinstance(item, int) for item in new):
             return None
         ids = [int(item) for item in new]

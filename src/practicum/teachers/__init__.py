@@ -1,1 +1,1 @@
-"""Teachers: where each is, which prompts each corrects, its vocabulary, and the ledger of shares."""
+"""Teachers: placement, routing of prompts, vocabularies, and the ledger of shares."""

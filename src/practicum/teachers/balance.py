@@ -1,17 +1,17 @@
-"""Factors by which the tokens of each teacher count in the loss, beside their number (`route.balance`)."""
+"""Weights of each teacher's tokens in the loss (`route.balance`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 LIMIT = 4.0
-"""Largest factor; the smallest is its inverse."""
+"""Maximum weight. The minimum is its inverse."""
 LEAST_TOKENS = 200
-"""With fewer tokens a teacher's spread is noise, and its factor 1."""
+"""Minimum tokens to estimate a teacher's spread. With fewer, its weight is 1."""
 GAIN = 0.5
-"""Exponent of (target / share) by which a factor changes in a step."""
+"""Exponent of (target / share) in a step's weight change."""
 MEMORY = 0.7
-"""Weight of earlier steps in the running mean of the shares."""
+"""Decay of the running mean of the shares."""
 
 Moments = tuple[int, float, float]
 """Number, sum and sum of squares."""
@@ -40,9 +40,9 @@ def _clipped(factor: float) -> float:
 
 
 class UpdateBalance:
-    """Feedback that holds the teachers' shares of the update, among themselves, at their targets.
+    """Feedback control of the teachers' relative shares of the update.
 
-    What no teacher has of a step (momentum, decay, clipping) is left out of the shares.
+    Parts of a step that belong to no teacher (momentum, decay, clipping) are excluded.
     """
 
     def __init__(self, targets: Mapping[int, float] | None = None) -> None:
@@ -50,16 +50,16 @@ class UpdateBalance:
         self._means: dict[int, float] = {}
 
     def adapt(self, shares: Mapping[int, float], prompts: Mapping[int, int]) -> None:
-        """Take the measured shares of a step; without targets those of the prompts are."""
+        """Adapt to the measured shares of a step. The default targets are the shares of the prompts."""
         targets = {number: (self.targets or prompts)[number] for number in shares}
         whole, wanted = sum(shares.values()), sum(targets.values())
-        if whole <= 0:  # the step went against all of them, by momentum
+        if whole <= 0:  # momentum moved the weights against all teachers
             return
         for number, share in shares.items():
             target = targets[number] / wanted
             before = self._means.get(number, target)
             mean = self._means[number] = MEMORY * before + (1 - MEMORY) * share / whole
-            # A teacher that works against the step needs more of it.
+            # A teacher with a negative share needs a larger weight.
             ratio = target / max(mean, target / LIMIT**2)
             self.factors[number] = self.factors.get(number, 1.0) * ratio**GAIN
         middle = (max(self.factors.values()) * min(self.factors.values())) ** 0.5  # only ratios matter

@@ -1,4 +1,4 @@
-"""Check by the tasks' rows that every prompt has a teacher and every teacher a prompt."""
+"""Check against the tasks' rows that every prompt has a teacher and every teacher a prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 class Places(dict[str, list[str]]):
-    """Where the first rows with a value or a fault are, and how many have it."""
+    """Locations of the first rows with a value or a fault, and the number of such rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Places(dict[str, list[str]]):
 
 
 def check_routes(recipe: Recipe) -> list[str]:
-    """Return the routes as sentences. RecipeErrors for prompts without a teacher, and the reverse."""
+    """Return messages about the routes. Raise RecipeErrors for prompts or teachers without the other."""
     route, teachers = recipe.route, recipe.teachers
     values, faults = Places(), Places()
     why: dict[str, str] = {}
@@ -59,8 +59,8 @@ def check_routes(recipe: Recipe) -> list[str]:
         RecipeError(
             key,
             f"{why[key]} in {f'{count:,} rows: ' if count > 1 else ''}{faults.listed(key)}",
-            "text or a number in each row",
-            "add the column to these rows, or name what every prompt has",
+            "a string or a number in each row",
+            "add the column to these rows, or use a property of every prompt",
         )
         for key, count in faults.counts.items()
     ]
@@ -78,7 +78,7 @@ def check_routes(recipe: Recipe) -> list[str]:
 def _prompts(
     route: Route, teachers: Mapping[str, Teacher], tasks: Mapping[str, Task], seed: int
 ) -> Iterator[tuple[str, Prompt]]:
-    """Yield prompts with their places: all rows of a task, or one where all are routed and filled alike."""
+    """Yield prompts with locations: all rows of a task, or one if all are routed and filled alike."""
     reads_rows = any(fields_of(teacher.prompt_prefix or "") for teacher in teachers.values())
     for name, task in tasks.items():
         known = len(teachers) == 1 or value_of_task(route, name, task) is not None
@@ -108,8 +108,8 @@ def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> It
     reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
     for name in (name for name in teachers if name not in reached):
-        found = f"a teacher that no prompt goes to (by {route.by}: {shown})"
-        advice = f"remove it, or let route.map send it a value of {route.by}"
+        found = f"a teacher without prompts (by {route.by}: {shown})"
+        advice = f"remove it, or map a {route.by} to it in route.map"
         yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
     for value in (value for value in route.map if value not in values):
         yield RecipeError(f"route.map.{value}", f"a {route.by} of no prompt", f"one of {shown}", "remove it")

@@ -1,6 +1,6 @@
-"""The ledger: the share of each teacher and domain in a step's prompts, tokens, loss, gradient and update.
+"""The ledger: shares of each teacher and domain in a step's prompts, tokens, loss, gradient and update.
 
-A domain with short answers may have many prompts and next to none of the gradient; the ledger shows it, and
+A domain with short responses may have many prompts and hardly any gradient. The ledger shows it, and
 `route.shares` corrects it.
 """
 
@@ -16,13 +16,13 @@ from practicum.learning.update_batch import TeacherSums
 from practicum.learning.update_shares import PartShares
 
 STARVED = 0.1
-"""A teacher below this fraction of its target share is warned about."""
+"""Fraction of the target share below which a teacher causes a warning."""
 
 SUMMED = frozenset({"prompts", "tokens", "seconds", "wakes"})
-"""Measures that are summed over the steps of a run; of the others it has the mean."""
+"""Measures that are summed over the steps of a run. Others are averaged."""
 
 DIVIDED = frozenset({"loss_share", "gradient_share", "update_share"})
-"""Shares of a whole: a name that is missing in a step has 0 of it."""
+"""Shares of a whole, which are 0 in steps without the name."""
 
 Pair = tuple[str, str]
 """A teacher and a domain."""
@@ -30,13 +30,13 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class TeacherMeasures:
-    """What an update measured: sums by (teacher, domain), and their gradients if they were measured."""
+    """Measures of an update: sums by (teacher, domain), and optionally their gradients."""
 
     pairs: Sequence[Pair]
     sums: TeacherSums
     parts: Sequence[Pair] = ()
     shares: PartShares | None = None
-    """Those of the `parts`."""
+    """Gradients of the `parts`."""
 
     def products(self, which: int) -> dict[Pair, float]:
         """Return the dot products of the gradients of teachers (which = 0) or domains (1)."""
@@ -58,12 +58,12 @@ Lines = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The ledger of one step; what was not measured is absent."""
+    """The ledger of a step. Measures that were not taken are absent."""
 
     teachers: Lines
     domains: Lines
     other: Mapping[str, float] = field(default_factory=dict)
-    """What no teacher has of the update, and cosines between teachers' gradients, by metric."""
+    """Unattributed share of the update, and cosines between teachers' gradients, by metric."""
 
     def metrics(self) -> dict[str, float]:
         return dict(self.other) | {
@@ -74,7 +74,7 @@ class Ledger:
         }
 
     def starved(self, shares: Mapping[str, float] | None) -> str | None:
-        """Return a sentence naming the teachers whose gradient is far below their target, else None.
+        """Return a warning about teachers whose gradient share is far below the target, or None.
 
         The target is the recipe's, or the teacher's share of the prompts.
         """
@@ -83,12 +83,12 @@ class Ledger:
             share = line.get("gradient_share")
             target = (shares or {}).get(name, line["prompts_share"])
             if share is not None and share < STARVED * target:
-                parts.append(f"{name} has {share:.1%} of the gradient and a target of {target:.1%}")
+                parts.append(f"{name} has {share:.1%} of the gradient, and its target is {target:.1%}")
         if not parts:
             return None
-        advice = "set route.shares to give each teacher its part of the loss"
+        advice = "set route.shares to fix each teacher's share of the loss"
         if shares is not None:
-            advice = "its part of the loss is as set: the student agrees with it, or it needs a larger one"
+            advice = "the student already agrees with it, or it needs a larger share in route.shares"
         return f"{'; '.join(parts)}: {advice}"
 
 
@@ -114,7 +114,8 @@ def make_ledger(
 
 
 def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
-    """Return the ledger of a run from its steps' metrics: sums of counts, means of others, new shares.
+    """Aggregate the metrics of all steps into the ledger of a run: sums of counts, means, and renormalised
+    shares.
 
     The shares of all teachers, and of all domains, add up to one.
     Keys are "teacher <name>" and "domain <domain>".
@@ -182,7 +183,9 @@ def _lines(batch: BatchRef, measured: TeacherMeasures, which: int) -> Lines:
             line["reward"] = fmean(rewards.values())
         if name in summed:
             line |= _means(*summed[name], weight)
-        if sum(norms.values()) > 0 and name in norms:  # measured on one mini-batch, which may not have all
+        if (
+            sum(norms.values()) > 0 and name in norms
+        ):  # measured on one mini-batch, which may lack some teachers
             line["gradient_share"] = norms[name] / sum(norms.values())
         if name in updates:
             line["update_share"] = updates[name]

@@ -1,4 +1,4 @@
-"""The start of the teachers: each is loaded, started or probed where the recipe places it.
+"""Load, start or connect each teacher at its placement.
 
 A new placement is a function in `PLACEMENTS`, and its recipe section.
 """
@@ -35,33 +35,33 @@ from practicum.teachers.teacher_scorer import TeacherScorer
 
 @dataclass(slots=True)
 class Teachers:
-    """The teachers of a run, and what the learner must know of each."""
+    """The teachers of a run, and the parts of them that the learner needs."""
 
     scorers: dict[str, TeacherScorer]
     residency: ModelCache | None = None
-    """Wakes colocated teachers; None if each has its own device and never sleeps."""
+    """Wakes colocated teachers. None if no teacher ever sleeps."""
     heads: dict[str, OutputHead] = field(default_factory=dict)
     """Output heads, if the signal is the full distribution."""
     least_width: int = 0
-    """Hidden size of the widest teacher elsewhere."""
+    """Hidden size of the widest teacher in other processes."""
     targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Exponents of the teachers in the targets that are products."""
+    """Exponents of targets that are products of teachers."""
 
     @property
     def width(self) -> int:
-        """Hidden size of the widest teacher, which rows of hidden states are filled up to.
+        """Hidden size of the widest teacher, to which hidden states are padded.
 
-        A row of a product has the hidden states of its teachers one beside the other.
+        For a product, the hidden states of its teachers are concatenated.
         """
         widths = {name: head.weight.shape[1] for name, head in self.heads.items()}
         products = [sum(widths[part] for part in target) for target in self.targets.values()]
         return max([*widths.values(), *products] if widths else [self.least_width])
 
     def head(self, name: str) -> Head:
-        """Return what makes logits of a teacher's target from rows of hidden states of `width`.
+        """Return the head that computes logits of a teacher's target from hidden states of `width`.
 
-        Of a product they are sums in float64: with exponents 1, 1, -1 and the last two models the same, the
-        bits are those of the first.
+        Products are summed in float64, so that exponents 1, 1, -1 with equal last two models reproduce the
+        first model exactly.
         """
         exponents = self.targets.get(name, {name: 1.0})
         heads = [self.heads[part] for part in exponents]
@@ -78,20 +78,20 @@ class Teachers:
         return logits
 
     def awake(self, name: str) -> AbstractContextManager[None]:
-        """Keep a teacher awake inside."""
+        """Keep a teacher awake inside the context."""
         scorer = self.scorers[name]
         return self.residency.awake(scorer.model) if scorer.sleeper and self.residency else nullcontext()
 
     @property
     def wakes(self) -> dict[str, int]:
-        """How often each colocated teacher was woken so far; one on the student's own base never is."""
+        """Number of wake-ups per colocated teacher. Teachers on the student's base never sleep."""
         if self.residency is None:
             return {}
         colocated = (s for s in self.scorers.values() if not s.spec.scores_during_rollout)
         return {scorer.name: self.residency.wakes.get(scorer.model, 0) for scorer in colocated}
 
     def close(self) -> None:
-        """Stop all of them, even if one can't be."""
+        """Stop all teachers, even if stopping one fails."""
         with ExitStack() as stack:
             for scorer in self.scorers.values():
                 stack.callback(scorer.close)
@@ -99,7 +99,7 @@ class Teachers:
 
 @dataclass(frozen=True, slots=True)
 class TeacherGroup:
-    """Teachers that share a model, and how it is loaded."""
+    """Teachers that share a model, and the model's settings."""
 
     specs: dict[str, Teacher]
     model: FrozenModel
@@ -110,7 +110,7 @@ class TeacherGroup:
         return next(iter(self.specs.items()))
 
     def scorers(self, scorers: Sequence[Scorer], sleeper: Sleeper | None = None) -> dict[str, TeacherScorer]:
-        """Return the teachers of the group on these scorers of their model."""
+        """Return the group's teachers, which use these scorers of their model."""
         names, time = ", ".join(self.specs), SharedTime(self.specs)
         model = f"the base of {names}" if len(self.specs) > 1 or self.adapters else names
         together_s = sum(spec.deadline_s for spec in self.specs.values())
@@ -131,14 +131,14 @@ class TeacherGroup:
 
 
 def base_spec(student: Model, teacher: Teacher) -> Model:
-    """Return how the model of a teacher is loaded: its own, the student's start, or the student's base."""
+    """Return the settings of a teacher's model: separate, the student's initial weights, or its base."""
     if teacher.model is not None:
         return Model(path=teacher.model, dtype=teacher.dtype, device=teacher.device)
     return student if teacher.student is not None else student.model_copy(update={"lora": None})
 
 
 def describe_base(student: Model, teacher: Teacher) -> str:
-    """Return the base of a teacher's adapter in a phrase."""
+    """Describe the base of a teacher's adapter."""
     return teacher.model or f"the student's base, {student.path or 'a randomly initialised model'}"
 
 
@@ -149,9 +149,9 @@ def make_group(
     seed: int,
     student: PreTrainedModel | None = None,
 ) -> TeacherGroup:
-    """Return teachers that share a model. `source` is how the student is loaded.
+    """Create a group of teachers that share a model. `source` has the student's settings.
 
-    `student` is needed for copies of it and to share its base.
+    `student` is needed for copies of it and for sharing its base.
     """
     name, first = next(iter(specs.items()))
     adapters = {
@@ -178,7 +178,7 @@ def make_group(
 
 
 def load_colocated(group: TeacherGroup) -> dict[str, TeacherScorer]:
-    """A model in this process. On the student's own base it needs no memory and never sleeps."""
+    """Load a model in this process. On the student's base, it needs no memory and never sleeps."""
     _, spec = group.first
     engine = ENGINES[spec.engine].for_scoring(group.model)
     sleeps = engine.owns_weights or group.model.held is not None
@@ -186,13 +186,13 @@ def load_colocated(group: TeacherGroup) -> dict[str, TeacherScorer]:
 
 
 def _start_own(group: TeacherGroup) -> dict[str, TeacherScorer]:
-    """Separate processes, which score a row while others still roll out."""
+    """Start separate processes, which score during the rollout."""
     _, spec = group.first
     return group.scorers(ENGINES[spec.engine].in_own_process(group.model, spec.own_options))
 
 
 def connect(group: TeacherGroup) -> dict[str, TeacherScorer]:
-    """A server, which was probed before (`probe_servers`)."""
+    """Connect to a server, which `probe_servers` has checked."""
     name, spec = group.first
     return {name: TeacherScorer(name, spec, [RemoteScorer(name, spec)], deadline_s=None)}
 
@@ -215,12 +215,12 @@ def load_teachers(
     *,
     heads: Mapping[str, OutputHead] | None = None,
 ) -> Teachers:
-    """Return these teachers, ready: colocated ones sleep. If one can't be had, none stays behind.
+    """Start these teachers. Colocated ones are asleep. If one fails, stop all.
 
-    `source` is how the student is loaded, `others` are colocated models that share the memory budgets, and
-    `heads` are output heads of teachers elsewhere.
+    `source` has the student's settings, `others` are colocated models that share the memory budgets, and
+    `heads` are output heads of teachers in other processes.
     """
-    device = pick_device(source.device)  # the student may be without weights
+    device = pick_device(source.device)  # the student may have no weights
     scorers: dict[str, TeacherScorer] = {}
     with ExitStack() as undo:
         for name, spec in specs.items():
@@ -250,7 +250,7 @@ def load_teachers(
 def probe_servers(
     teachers: Mapping[str, Teacher], distill: Distill | None, vocab: int, longest: Mapping[str, int]
 ) -> list[str]:
-    """Check that teachers behind URLs can score as the recipe asks, each for its longest sequence."""
+    """Check that teachers behind URLs can score the recipe's longest sequences."""
     options, findings = ScoreOptions(top_k=top_k(distill)), []
     for name, teacher in teachers.items():
         if teacher.url is None:
@@ -259,17 +259,17 @@ def probe_servers(
             probe = probe_teacher(scorer, options, vocab, longest[name])
             owner = f"the probe of teacher {name} at {teacher.url}"
             run_async(probe, timeout=teacher.deadline_s, owner=owner)
-        findings.append(f"teacher {name}: {teacher.url} scores prompts, twice the same")
+        findings.append(f"teacher {name}: {teacher.url} scores prompts, reproducibly")
     return findings
 
 
 def top_k(distill: Distill | None) -> int:
-    """Return the largest top-k that teachers are asked for."""
+    """Return the maximum top-k of requests to teachers."""
     return distill.top_k if distill is not None and distill.signal == "top_k" else 0
 
 
 def signal_width(teachers: Mapping[str, Teacher], distill: Distill | None, source: Model) -> int:
-    """Return the hidden size of the widest teacher by their configs, if hidden states are written of them."""
+    """Return the hidden size of the widest teacher from the configs, or 0 without hidden states."""
     if distill is None or distill.signal != "full":
         return 0
     widths = {}
@@ -296,5 +296,5 @@ def _check_heads(heads: dict[str, OutputHead], student: PreTrainedModel) -> None
                 f"teachers.{name}.model",
                 f"an output head for {head.weight.shape[0]} tokens",
                 f"{own}, the student's",
-                "compare on the teacher's best tokens instead: distill.signal: top_k",
+                "set distill.signal: top_k",
             )

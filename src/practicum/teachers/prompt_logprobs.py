@@ -1,4 +1,4 @@
-"""How a completions server is asked for the logprobs of a prompt, and how its answer is read.
+"""Request the logprobs of a prompt from a completions server, and parse its response.
 
 The form is vLLM's: `prompt` is a list of token ids, `prompt_logprobs` the number of most likely tokens; the
 answer has for each position but the first {token id: {logprob, rank}} of these and of the prompt's own token.

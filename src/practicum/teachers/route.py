@@ -1,4 +1,4 @@
-"""Which teacher corrects a prompt, and what it alone gets to read before it. Pure functions."""
+"""Find the teacher of a prompt, and the prefix that only the teacher reads. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from practicum.user_code import encodable
 
 
 class UnfitRow(DataError):
-    """A row without what route.by or a teacher's prompt_prefix names; `fault` is what it has instead."""
+    """A row that lacks the column of route.by or prompt_prefix. `fault` describes its value."""
 
     def __init__(self, prompt: Prompt, fault: str, reader: str) -> None:
         self.fault = fault
-        super().__init__(f"{prompt} has {fault}; {reader} needs text or a number there")
+        super().__init__(f"{prompt} has {fault}; {reader} needs a string or a number there")
 
 
 def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: int) -> str:
-    """The teacher of a prompt, a function of the recipe, the seed and the prompt alone.
+    """Return the teacher of a prompt, which depends only on recipe, seed and prompt.
 
-    One teacher takes every prompt; of several with weights one is drawn by (seed, prompt.uid).
+    A single teacher takes every prompt. Among several with weights, one is drawn by (seed, prompt.uid).
     """
     if len(teachers) == 1:
         return next(iter(teachers))
@@ -33,15 +33,15 @@ def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: in
     weights = destinations(route, value)
     if missing := [name for name in weights if name not in teachers]:
         raise DataError(
-            f"{prompt} has the {route.by} {value!r}, and there is no teacher {missing[0]!r}: "
+            f"{prompt} has the {route.by} {value!r}, but no teacher has the name {missing[0]!r}: "
             f"the teachers are {', '.join(teachers)}.\n"
-            f"  → set route.map: {{{value}: …}} to one of them."
+            f"  → set route.map: {{{value}: …}} to one of these."
         )
     return _draw(weights, seed, prompt.uid)
 
 
 def routed_value(prompt: Prompt, route: Route) -> str:
-    """What a prompt is routed by: its domain, its task or a column of its row."""
+    """Return the value by which a prompt is routed: its domain, task or a column of its row."""
     if route.by == "domain":
         return prompt.domain
     if route.by == "task":
@@ -50,7 +50,7 @@ def routed_value(prompt: Prompt, route: Route) -> str:
 
 
 def before_text(teacher: Teacher, prompt: Prompt) -> str:
-    """What the teacher reads before the prompt, filled in from the prompt's row; empty if nothing."""
+    """Return the teacher's prompt prefix, filled in from the prompt's row, or ""."""
     text = teacher.prompt_prefix or ""
     values = {field: _field(prompt, field) for field in fields_of(text)}
     return encodable(fill(text, values))

@@ -1,4 +1,4 @@
-"""What can be known of teachers from files, tokenizers and configs, without their weights."""
+"""Check teachers by their files, tokenizers and configs, without loading weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from practicum.teachers.route import before_text, routed_value
 from practicum.teachers.vocabulary import compare_vocabularies
 
 LOOKED_AT = 2_000
-"""Prompts that are encoded to find a teacher's longest one."""
+"""Number of prompts to encode to find a teacher's longest one."""
 _IMAGE_KEYS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "size")
-"""Settings of an image processor that decide how a picture becomes patches."""
+"""Settings of an image processor that determine how an image becomes patches."""
 
 
 def check_teachers(
@@ -45,10 +45,11 @@ def check_teachers(
     student_vocab: int | None = None,
     student_context: int | None = None,
 ) -> list[str]:
-    """What each teacher is, in sentences; all mistakes come together as RecipeErrors.
+    """Describe each teacher. Raise RecipeErrors with all mistakes.
 
-    `longest` is the tokens of each teacher's longest prompt (`longest_prompts`), `student_vocab` the width of
-    the student's output, `student_context` its longest sequence. Routes must be right (`check_routes`).
+    `longest` has the tokens of each teacher's longest prompt (`longest_prompts`), `student_vocab` is the
+    width of the student's output, and `student_context` its maximum sequence length. Call `check_routes`
+    before.
     """
     findings, distill = [], recipe.distill
     problems = list(check_images(recipe.teachers, recipe.model, student))
@@ -81,9 +82,10 @@ def check_context(
     extra: int = 0,
     asked: int | None = None,
 ) -> RecipeError | None:
-    """A problem if the teacher's context is shorter than prompt + answer + what its engine adds.
+    """Return a problem if the teacher's context is too short for prompt, response and the engine's extra
+    token.
 
-    `longest_prompt` counts what only the teacher reads before it; `asked` is teachers.<name>.context.
+    `longest_prompt` includes the teacher's prompt prefix. `asked` is teachers.<name>.context.
     """
     if context is not None and asked is not None and asked > context:
         found, expected = f"{asked}", f"at most the model's context of {context}"
@@ -92,17 +94,17 @@ def check_context(
     needed = longest_prompt + longest_answer + extra
     if limit is None or needed <= limit:
         return None
-    parts = f"a prompt of {longest_prompt} tokens + {longest_answer} of answer" + (" + 1" if extra else "")
-    advice = "use a teacher with a longer context, or shorten prompts, before or rollout.max_new_tokens"
+    parts = f"a prompt of {longest_prompt} tokens + {longest_answer} of response" + (" + 1" if extra else "")
+    advice = "use a teacher with a longer context, or reduce prompts, prompt_prefix or rollout.max_new_tokens"
     advice = advice if asked is None else f"raise it, {advice}"
     return RecipeError(f"teachers.{name}.context", f"{parts} = {needed}", f"at most {limit}", advice)
 
 
 def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a teacher at `path` (for errors), loaded once per process.
+    """Load the tokenizer of a teacher, once per process. Errors name `path`.
 
-    None if there is nothing to load: a copy of the student, an adapter without a tokenizer on the student's
-    base, or a server whose tokenizer is not given.
+    Return None for a copy of the student, an adapter without a tokenizer on the student's base, or a server
+    without a tokenizer in the recipe.
     """
     if teacher.tokenizer is not None:
         with must_read(teacher.tokenizer, f"{path}.tokenizer", "a tokenizer in HuggingFace format"):
@@ -119,7 +121,7 @@ def load_teacher_tokenizer(teacher: Teacher, path: str) -> PreTrainedTokenizerBa
 
 
 def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
-    """The text model's config of a teacher that is loaded here, once per process; else None."""
+    """Load the text config of a local teacher, once per process. Return None for others."""
     if teacher.url is not None or teacher.model is None:
         return None
     require_model_folder(teacher.model, f"{path}.model")
@@ -128,7 +130,7 @@ def load_teacher_config(teacher: Teacher, path: str) -> PreTrainedConfig | None:
 
 
 class _Check:
-    """The checks of one teacher; problems are added to a list."""
+    """Checks one teacher, and adds problems to a list."""
 
     def __init__(self, name: str, teacher: Teacher, source: Model, problems: list[RecipeError]) -> None:
         self.name, self.teacher, self.source, self.problems = name, teacher, source, problems
@@ -137,11 +139,13 @@ class _Check:
         self.width: int | None = None
 
     def describe(self, student: PreTrainedTokenizerBase, chat: bool, student_context: int | None) -> str:
-        """A description of the teacher, after comparing its tokens with the student's."""
+        """Compare the teacher's tokens with the student's, and describe the teacher."""
         if self.teacher.student is not None:
             self.context = student_context
             every = self.teacher.student.every
-            return "a copy of the student, " + (f"renewed every {every} steps" if every else "from its start")
+            return "a copy of the student, " + (
+                f"updated every {every} steps" if every else "with its initial weights"
+            )
         parts = []
         try:
             if self.teacher.adapter is not None:
@@ -165,7 +169,7 @@ class _Check:
         return ", ".join(parts)
 
     def _adapter(self) -> str:
-        """What the adapter is and is on; a RecipeError if it does not fit."""
+        """Describe the adapter and its base. Raise RecipeError if they don't fit."""
         teacher, source = self.teacher, self.source
         assert teacher.adapter is not None
         spec, about = base_spec(source, teacher), describe_base(source, teacher)
@@ -179,10 +183,10 @@ class _Check:
             raise RecipeError(f"{self.path}.engine", found, expected, advice)
         on = f"{saved.describe()} on {about}"
         if teacher.model is None and source.lora is None:
-            on += ", which is loaded for it: the student trains all of its own weights"
+            on += ", loaded separately because the student trains all its weights"
         if saved.base is None:
             known = saved.config.get("base_model_name_or_path") or "nothing"
-            on += f" (that it was trained on it can't be verified: it names {known})"
+            on += f" (unverified: the adapter names {known} as its base)"
         return on
 
     def _compare(
@@ -203,7 +207,7 @@ class _Check:
 
 
 def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> None:
-    """Refuse an adapter on the student's base that was trained on another; `base` is its fingerprint."""
+    """Raise if an adapter on the student's base was trained on another. `base` is the base's fingerprint."""
     for name, teacher in teachers.items():
         if teacher.adapter is not None and teacher.model is None:
             saved = SavedAdapter.read(teacher.adapter, f"teachers.{name}.adapter")
@@ -211,14 +215,15 @@ def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> N
 
 
 def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: int) -> dict[str, int]:
-    """Tokens of each teacher's longest prompt, with what it reads before; `longest` is of all prompts."""
+    """Return the tokens of each teacher's longest prompt including its prefix. `longest` is over all
+    prompts."""
     if len(recipe.teachers) == 1 and all(t.prompt_prefix is None for t in recipe.teachers.values()):
         return dict.fromkeys(recipe.teachers, longest)
     lengths, targets = dict.fromkeys(recipe.teachers, 0), products(recipe.teachers)
     stream, encode = make_stream(recipe.tasks, recipe.seed), make_encoder(recipe, student)
     seen: set[tuple[str, int]] = set()
     for prompt in stream.take(LOOKED_AT):
-        if (prompt.task, prompt.index) in seen:  # a row of a small file, which comes up in every epoch
+        if (prompt.task, prompt.index) in seen:  # rows of small files repeat in every epoch
             continue
         seen.add((prompt.task, prompt.index))
         length = len(encode(prompt).ids)
@@ -235,15 +240,16 @@ def longest_prompts(recipe: Recipe, student: PreTrainedTokenizerBase, longest: i
 def check_images(
     teachers: Mapping[str, Teacher], source: Model, student: PreTrainedTokenizerBase
 ) -> Iterator[RecipeError]:
-    """Teachers are shown the student's patches: each must be a vision model with the same image settings."""
+    """Check that each teacher is a vision model with the student's image settings, as it reads its
+    patches."""
     if (processor := load_processor(source, student)) is None:
         return
     for name, teacher in teachers.items():
         path, images = f"teachers.{name}", None
         if teacher.url is not None:
-            expected = "a model here, for a student that sees pictures"
+            expected = "a local model, for a student that takes images"
             yield RecipeError(f"{path}.url", teacher.url, expected, f"load it with {path}.model alone")
-        if teacher.url is not None or teacher.model is None:  # None: a copy, or an adapter on the base
+        if teacher.url is not None or teacher.model is None:  # a copy, or an adapter on the student's base
             continue
         try:
             with must_read(teacher.model, f"{path}.model", "a vision model"):

@@ -1,4 +1,4 @@
-"""A teacher, wherever it is: token sequences in, scores of the response tokens out."""
+"""A teacher in any placement: token sequences in, scores of the response tokens out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from practicum.recipe.schema.teacher_sections import Teacher
 
 
 class TeacherScorer:
-    """A teacher: identical scorers of its model, its adapter on it, and the deadline of a row.
+    """A teacher: identical scorers of its model, its adapter, and the deadline of a row.
 
-    `sleeper` is what is woken for it, by the name `model`, and `time` measures it: teachers on one base share
-    them.
-    `held` has the weights of a copy of the student. Without a deadline the scorer itself has one.
+    `sleeper` wakes the model named `model`, and `time` measures its use. Teachers on one base share both.
+    `held` has the weights of a copy of the student. Without a deadline, the scorer's applies.
     """
 
     def __init__(
@@ -52,16 +51,16 @@ class TeacherScorer:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of scoring so far; of teachers on one base, its share by tokens."""
+        """Seconds of scoring so far. Teachers on one base share the time by tokens."""
         return self._time.seconds[self.name]
 
     async def score(self, row: ScoreRequest, options: ScoreOptions) -> Scores:
-        """Return the scores of one row; a teacher that sleeps must be awake."""
+        """Return the scores of a row. A sleeping teacher must be awake."""
         context = self.spec.context
         if context is not None and len(row.ids) > context:
             raise TeacherError(
-                f"teacher {self.name} can't score {row.name}: {len(row.ids)} tokens, its context is "
-                f"{context}; shorten prompts or responses, or raise teachers.{self.name}.context"
+                f"teacher {self.name} can't score {row.name}: {len(row.ids)} tokens exceed its context of "
+                f"{context}. Shorten prompts or responses, or raise teachers.{self.name}.context"
             )
         row = replace(row, adapter=self.adapter)
         with self._time.work(self.name, len(row.ids)):
@@ -74,10 +73,12 @@ class TeacherScorer:
             )
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one answer; a teacher that sleeps must be awake."""
+        """Sample a response. A sleeping teacher must be awake."""
         if self.adapter is not None:
-            raise TeacherError(f"teacher {self.name} is an adapter, which samples no answers: merge it first")
-        about, tokens = f"an answer to prompt {request.counter.prompt}", request.sampling.max_new_tokens
+            raise TeacherError(
+                f"teacher {self.name} is an adapter and can't sample responses: merge it first"
+            )
+        about, tokens = f"a response to prompt {request.counter.prompt}", request.sampling.max_new_tokens
         with self._time.work(self.name, len(request.prompt_ids) + tokens):
             return await self._dispatcher.run(
                 lambda scorer: scorer.generate(request),
@@ -88,20 +89,20 @@ class TeacherScorer:
             )
 
     def take(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Become a copy of the student as these weights are; it must be awake."""
+        """Load these weights of the student into its copy, which must be awake."""
         self.held = self.held or HeldWeights()
         self.held.weights, self.held.version = dict(weights), version
         for scorer in self.scorers:
             try:
                 scorer.load_weights(weights.items(), version)
             except EngineError as error:
-                # Rows must not be scored by different weights.
+                # All rows must be scored by the same weights.
                 for other in self.scorers:
                     other.abort(str(error))
                 raise TeacherError(f"teacher {self.name} can't take weights: {error}") from error
 
     def close(self) -> None:
-        """Stop; open rows fail. Teachers on one base end together."""
+        """Stop. Rows in flight fail. Teachers on one base stop together."""
         with ExitStack() as stack:
             for scorer in self.scorers:
                 stack.callback(scorer.close)

@@ -1,4 +1,4 @@
-"""Compare the tokens of a teacher with the student's: content, not size."""
+"""Compare a teacher's vocabulary with the student's, token by token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def compare_vocabularies(
     chat: bool = True,
     key: str = "model",
 ) -> list[RecipeError]:
-    """Return every difference that would make scores of token ids be about other text than the student's.
+    """Return every difference by which token ids would stand for different text.
 
-    `chat`: prompts go through the chat template, which must then be the same. `key` is the key of
-    teachers.<name> that the tokenizer comes from.
+    With `chat`, prompts use the chat template, which must be equal too. `key` is the key of teachers.<name>
+    that the tokenizer comes from.
     """
     path = f"teachers.{name}.{key}"
     if problem := _compare_tokens(student.get_vocab(), teacher.get_vocab(), path):
@@ -30,7 +30,7 @@ def compare_vocabularies(
     problems = [
         RecipeError(
             path,
-            f"the {what} token {_shown(theirs)}, where the student has {_shown(ours)}",
+            f"the {what} token {_shown(theirs)}, while the student has {_shown(ours)}",
             f"the student's {what} token",
             f"the teacher was trained with a different {what} token: set model.tokenizer to the teacher's, "
             f"or teachers.{name}.tokenizer to one with the student's tokens if the teacher knows them",
@@ -48,18 +48,15 @@ def compare_vocabularies(
     if ours != theirs:
         parts = [f"{_first(sorted(theirs - ours))} only of the teacher"] if theirs - ours else []
         parts += [f"{_first(sorted(ours - theirs))} only of the student"] if ours - theirs else []
-        advice = "text around them is split into other tokens: set model.tokenizer to the teacher's"
+        advice = "they change how text is split into tokens: set model.tokenizer to the teacher's"
         found = f"special tokens {' and '.join(parts)}"
         problems.append(RecipeError(path, found, "the same special tokens", advice))
     own, other = (str(t.chat_template or "").strip() for t in sides)
     if chat and own != other:
-        found = "a chat template that is not the student's"
+        found = "a chat template that differs from the student's"
         if not own or not other:
             found = f"no chat template of the {'student' if other else 'teacher'}"
-        advice = (
-            "the teacher would read prompts in a format that it was not trained on: set model.tokenizer to "
-            "the teacher's"
-        )
+        advice = "the teacher was not trained on the student's format: set model.tokenizer to the teacher's"
         problems.append(RecipeError(path, found, "the student's chat template", advice))
     return problems
 
@@ -68,7 +65,10 @@ def _compare_tokens(ours: dict[str, int], theirs: dict[str, int], path: str) -> 
     missing = sorted(ours.keys() - theirs.keys(), key=ours.__getitem__)
     more = sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__)
     moved = sorted((t for t in ours if theirs.get(t, ours[t]) != ours[t]), key=ours.__getitem__)
-    moved_text = [f"{token!r} is {ours[token]} here, {theirs[token]} there" for token in moved[:_SHOWN]]
+    moved_text = [
+        f"{token!r} is {ours[token]} of the student, {theirs[token]} of the teacher"
+        for token in moved[:_SHOWN]
+    ]
     parts = [f"{len(missing):,} of the student's tokens are missing ({_first(missing)})"] if missing else []
     parts += [f"{len(more):,} are not the student's ({_first(more)})"] if more else []
     parts += [f"{len(moved):,} have other ids ({', '.join(moved_text)})"] if moved else []
@@ -79,7 +79,7 @@ def _compare_tokens(ours: dict[str, int], theirs: dict[str, int], path: str) -> 
         f"a vocabulary of {len(theirs):,} tokens that differs from the student's {len(ours):,}: "
         + "; ".join(parts),
         "the same tokens with the same ids",
-        "scores are exchanged by token id: take a teacher of the student's family, or a student of the "
+        "scores are exchanged by token id: use a teacher of the student's family, or a student of the "
         "teacher's",
     )
 

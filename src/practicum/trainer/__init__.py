@@ -1,1 +1,1 @@
-"""The run: the step, the replay buffer, evaluation, checkpoints, metrics. Start with `step.py`."""
+"""Run a recipe: steps, sampling ahead, evaluation, checkpoints and metrics. Start with `step.py`."""

@@ -1,6 +1,6 @@
 """Check a recipe's data and tokenizer before a run, in one pass over the rows: shape, vocabulary, length.
 
-All rows of files are checked; of a built-in task some draws.
+Checks all rows of files, and a sample of the prompts of built-in tasks.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ from practicum.tasks.tables import eval_location, train_location
 from practicum.user_code import shorten
 
 DRAWN = 500
-"""Prompts of a built-in task that are measured: they have no end."""
+"""Number of prompts to check of a built-in task, which generates prompts without end."""
 _SHOWN = 5
 _SAID = "17"
-"""A turn of the assistant that templates leave as it is."""
+"""An assistant turn that templates do not change."""
 _BATCH = 512
-"""Rows that are tokenised in one call."""
+"""Rows tokenised per call."""
 
 
 @dataclass(slots=True)
 class DataReport:
-    """The longest prompt and answer in tokens, and the rows that a run leaves out."""
+    """The longest prompt and response in tokens, and the rows that a run skips."""
 
     answer: int
     prompt: int = 0
     prompts: int = 0
     cut: int = 0
-    """Prompts that lose their beginning, where the task says `too_long: cut`."""
+    """Number of prompts whose start is cut (`too_long: cut`)."""
     evaluated: int = 0
     uses_chat: bool = False
     left_out: dict[str, frozenset[int]] = field(default_factory=dict)
-    """Rows of each location that are too long, where the task says `too_long: skip`."""
+    """Skipped rows by file (`too_long: skip`)."""
     findings: list[str] = field(default_factory=list)
 
 
 def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> DataReport:
-    """Check tasks, reward functions and rows. Mistakes are one RecipeErrors, then bad rows a DataError."""
+    """Check tasks, reward functions and rows. Raise RecipeErrors for mistakes, then DataError for bad
+    rows."""
     report = DataReport(0 if recipe.demonstrates else recipe.rollout.max_new_tokens)
     problems: list[RecipeError] = []
     faults: list[str] = []
@@ -73,22 +74,22 @@ def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int)
         except DataError as fault:
             faults.append(str(fault))
     if recipe.eval.every and not report.evaluated and not problems and not faults:
-        found = f"{recipe.eval.every} and no evaluation rows: no task is built-in or holds out rows"
+        found = f"{recipe.eval.every} without evaluation rows"
         name, task = next(iter(recipe.tasks.items()))
         key = "eval_file" if task.dataset is None else "eval_split"
-        advice = f"set tasks.{name}.{key} to rows that are held out, or eval.every to 0"
+        advice = f"set tasks.{name}.{key} to held-out rows, or eval.every to 0"
         problems.append(RecipeError("eval.every", found, "rows to evaluate on", advice))
     if problems:
         raise RecipeErrors(f"recipe {recipe.name}", problems)
     if faults:
         raise DataError("\n".join(faults))
     report.answer = max(report.answer, recipe.rollout.max_new_tokens)
-    fits = f"{report.prompt} tokens + answer {report.answer} ≤ {context}"
+    fits = f"{report.prompt} tokens + response {report.answer} ≤ {context}"
     report.findings.append(f"context: longest of {report.prompts:,} prompts {fits}")
     for path, rows in report.left_out.items():
-        report.findings.append(f"too long: {len(rows):,} rows of {path} are left out (too_long: skip)")
+        report.findings.append(f"too long: {len(rows):,} rows of {path} are skipped (too_long: skip)")
     if report.cut:
-        report.findings.append(f"too long: {report.cut:,} prompts lose their beginning (too_long: cut)")
+        report.findings.append(f"too long: {report.cut:,} prompts are cut at the start (too_long: cut)")
     return report
 
 
@@ -103,7 +104,7 @@ class _TaskCheck:
         self._unknown: list[str] = []
 
     def run(self) -> Iterator[RecipeError]:
-        """Yield the mistakes; bad rows are a DataError."""
+        """Yield mistakes in the recipe. Raise DataError for bad rows."""
         task, is_chat = self.task, self.task.chat
         if task.kind is not None:
             is_chat |= find_kind(task.kind, self.name).pictures
@@ -111,20 +112,23 @@ class _TaskCheck:
         else:
             sources = [source for is_held_out in (False, True) if (source := self._read(is_held_out))]
             is_chat |= any(source.has_messages or source.has_pictures for source in sources)
-            # A step's prompts are different ones: each task has a row for each of its prompts.
+            # The prompts of a step must be distinct.
             rows, prompts = len(sources[0]), self.prompts
             rows -= len(self.report.left_out.get(sources[0].name, ()))
             if rows < prompts:
                 found = f"{rows} rows of {sources[0].name} for {prompts} prompts of a step"
-                advice = "a step would train on a row several times: lower train.prompts, or add rows"
+                advice = "rows would repeat within a step: lower train.prompts, or add rows"
                 yield RecipeError(f"tasks.{self.name}", found, f"at least {prompts} rows", advice)
         self.report.uses_chat |= is_chat
         if task.system is not None and not is_chat:
-            key, expected = f"tasks.{self.name}", "chat prompts to put it before"
-            advice = f"set {key}.chat: true, or leave the system message out"
+            key, expected = f"tasks.{self.name}", "chat prompts"
+            advice = f"set {key}.chat: true, or remove system"
             yield RecipeError(f"{key}.system", "a system message", expected, advice)
         if self._unknown:
-            expected, advice = "texts that the model's tokenizer can write", "use a model that covers them"
+            expected, advice = (
+                "text that the model's tokenizer can encode",
+                "use a model that covers these characters",
+            )
             found = f"{self._unknown[0]} ({len(self._unknown):,} such rows)"
             yield RecipeError(f"tasks.{self.name}", found, expected, advice)
         if self._too_long:
@@ -143,19 +147,19 @@ class _TaskCheck:
         self._measure(held_out, is_held_out=True)
         found = f"{'built-in ' if kind in TASKS else ''}{kind}, {len(held_out)} evaluation prompts"
         if len(held_out) < (asked := self.recipe.eval.rows):
-            found += f" (of {asked} asked for: its options leave no more)"
+            found += f" (of {asked}: its options allow no more)"
         self.report.findings.append(f"tasks.{self.name}: {found}")
 
     def _read(self, is_held_out: bool) -> RowSource | None:
-        """Check the rows for training or evaluation in one pass over them."""
+        """Check the rows for training or evaluation in one pass."""
         task, report = self.task, self.report
         at = eval_location(task) if is_held_out else train_location(task)
         if at is None:
             key = "eval_file" if task.dataset is None else "eval_split"
-            report.findings.append(f"tasks.{self.name}: no {key}, so it is trained on and not evaluated")
+            report.findings.append(f"tasks.{self.name}: not evaluated, as {key} is not set")
             return None
         source, skips = find_rows(self.name, task, at), task.too_long == "skip"
-        # Where rows are left out, later ones take their place.
+        # Skipped rows are replaced by later ones.
         measured = self.recipe.eval.rows if is_held_out and not skips else sys.maxsize
         rows = (source.to_prompt(i, i, 0, row) for i, row in source.scan() if i < measured)
         left_out = self._measure(rows, source, is_held_out)
@@ -167,19 +171,19 @@ class _TaskCheck:
             raise RecipeError(f"tasks.{self.name}.too_long", found, "rows that fit")
         report.findings.append(f"tasks.{self.name}: {at} has {len(source)} rows")
         if is_held_out and (shared := len(self._held_out & self._trained)):
-            which = f"{shared:,} of its {len(self._held_out):,} different evaluation prompts"
-            report.findings.append(f"tasks.{self.name}: {which} are trained on too, so they are not held out")
+            which = f"{shared:,} of {len(self._held_out):,} distinct evaluation prompts"
+            report.findings.append(f"tasks.{self.name}: {which} are also training prompts")
         return source
 
     def _measure(
         self, prompts: Iterable[Prompt], source: RowSource | None = None, is_held_out: bool = False
     ) -> frozenset[int]:
-        """Encode prompts in batches, note those that do not fit, and return the rows that are left out."""
+        """Encode prompts in batches, record those that do not fit, and return the rows to skip."""
         recipe, report, remaining, left_out = self.recipe, self.report, iter(prompts), set[int]()
         unknown = self.encode.tokenizer.unk_token_id
         while batch := list(islice(remaining, _BATCH)):
             answers: list[list[int]] = [[]] * len(batch)
-            if recipe.demonstrates:  # an answer that is none is named by its row, after the pass
+            if recipe.demonstrates:  # bad answers are reported by row, after the pass
                 texts = [str(prompt.answer) for prompt in batch]
                 answers = self.encode.tokenizer(texts, add_special_tokens=False)["input_ids"]
             encoded = self.encode.whole_of(batch)
@@ -204,7 +208,7 @@ class _TaskCheck:
                 elif self.task.too_long == "skip" and source is not None:
                     left_out.add(prompt.index)
                 else:
-                    total = f"{tokens} tokens + {new_tokens} of answer = {tokens + new_tokens}"
+                    total = f"{tokens} tokens + {new_tokens} of response = {tokens + new_tokens}"
                     self._too_long.append(f"{where}: a prompt of {total}")
         return frozenset(left_out)
 
@@ -212,7 +216,8 @@ class _TaskCheck:
 def tokenizer_problems(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab: int | None, *, uses_chat: bool
 ) -> Iterator[RecipeError]:
-    """Yield everything in which they disagree. `vocab` is the number of the model's embeddings, if known."""
+    """Yield mismatches of recipe, tokenizer and model. `vocab` is the number of the model's embeddings, if
+    known."""
     width, unknown, rollout = vocab or len(tokenizer), tokenizer.unk_token_id, recipe.rollout
     if missing := _without_embedding(tokenizer, width):
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
@@ -225,11 +230,11 @@ def tokenizer_problems(
         )
     if rollout.top_k > width:
         expected = f"at most the vocabulary's {width:,} tokens"
-        yield RecipeError("rollout.top_k", f"{rollout.top_k}", expected, "0 keeps all of them")
+        yield RecipeError("rollout.top_k", f"{rollout.top_k}", expected, "0 disables top_k")
     text = recipe.agent.message or MESSAGES.get(str(recipe.agent.loop), "")
     if unknown is not None and unknown in tokenizer.encode(text, add_special_tokens=False):
         found = f"unknown characters: {text!r}"
-        yield RecipeError("agent.message", found, "a text that the model's tokenizer can write")
+        yield RecipeError("agent.message", found, "text that the model's tokenizer can encode")
     generation = None if recipe.model.path is None else read_generation(recipe.model.path)
     try:
         stop = stop_ids(generation, tokenizer, rollout.stop)
@@ -241,7 +246,7 @@ def tokenizer_problems(
 
 
 def _without_embedding(tokenizer: PreTrainedTokenizerBase, width: int) -> list[str]:
-    """Return tokens without an embedding, but for special ones that neither text nor template brings up."""
+    """Return tokens without an embedding, except special tokens that text and template never produce."""
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template or "")
     ends = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
     special = {number for number, token in added.items() if token.special}
@@ -250,11 +255,11 @@ def _without_embedding(tokenizer: PreTrainedTokenizerBase, width: int) -> list[s
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int]) -> Iterator[RecipeError]:
-    """Check that a turn stops at the special token with which the template ends it, or it never ends."""
+    """Check that the template's end-of-turn token is a stop token. Otherwise turns never end."""
     chat = Chat(tokenizer, SessionStart([]), [])
     try:
         text = chat.render([user("8+9?"), {"role": "assistant", "content": _SAID}], ask=False)
-    except EngineError:  # prompts that the template refuses are named with their rows
+    except EngineError:  # prompts that the template rejects are reported with their rows
         return
     _, said, rest = text.rpartition(_SAID)
     after = tokenise(tokenizer, rest)
@@ -264,7 +269,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, stop: frozenset[int]) -> Itera
         stops = ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(stop))))
         yield RecipeError(
             "rollout.stop",
-            f"a chat template that ends turns with {end}, and answers that stop at {stops}",
+            f"a chat template that ends turns with {end}, while sampling stops at {stops}",
             f"{end} among the stop tokens",
-            f"answers would never end: set rollout.stop to ['{end}'], or eos_token in the tokenizer's config",
+            f"responses would never end: set rollout.stop to ['{end}'], or the tokenizer's eos_token",
         )

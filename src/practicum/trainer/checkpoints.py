@@ -1,4 +1,4 @@
-"""Checkpoints of a run folder: written aside, then renamed, so that a checkpoint is complete or absent."""
+"""Save and find checkpoints of a run folder. Each is renamed when complete, so partial ones never appear."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Progress:
     best_step: int | None = None
     seconds: float = 0.0
     window: dict[str, Any] = field(default_factory=dict)
-    """Rows of later steps whose sessions are done, and sessions that have their reward (rollout.lag)."""
+    """Finished rows of later steps, and their sessions with rewards (rollout.lag)."""
     pending: dict[str, Any] = field(default_factory=dict)
-    """Metrics and samples of this step, if they are yet to be recorded: its evaluation failed."""
+    """Metrics and samples of this step that are not recorded yet because its evaluation failed."""
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -50,7 +50,7 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def save(self, progress: Progress, write_parts: Callable[[Path], None]) -> Path:
-        """Write a checkpoint of this step, then drop those no longer kept."""
+        """Write a checkpoint of this step, then remove outdated ones."""
         final = self.path(progress.step)
         aside = self.folder / f"{ASIDE}{final.name}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -62,7 +62,7 @@ class Checkpoints:
             for path in (*aside.rglob("*"), aside):
                 _sync(path)
         except Exception:
-            shutil.rmtree(aside, ignore_errors=True)  # what made it fail may be a full disk
+            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full
             raise
         if final.exists():
             shutil.rmtree(final)
@@ -89,9 +89,7 @@ class Checkpoints:
 
     def latest(self) -> tuple[Path, Progress]:
         if not (steps := self.steps()):
-            raise PracticumError(
-                f"{self.folder} has no checkpoint to resume from yet: start again with --fresh"
-            )
+            raise PracticumError(f"{self.folder} has no checkpoint: start again with --fresh")
         path = self.path(steps[-1])
         return path, read_progress(path)
 

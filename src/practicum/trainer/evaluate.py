@@ -31,12 +31,12 @@ from practicum.trainer.samples import describe, mean_by_name
 
 EVAL = "eval"
 SEED_OFFSET = 1_000_000_007
-"""Added to the run's seed, so that an evaluation prompt never draws a training prompt's numbers."""
+"""Offset of the run's seed, so that evaluation and training prompts use different random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Scores by metric, and answers as in eval.jsonl; both empty if nothing was evaluated."""
+    """Scores by metric, and rows of eval.jsonl. Both are empty if nothing was evaluated."""
 
     scores: dict[str, float] = field(default_factory=dict)
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -45,10 +45,10 @@ class Evaluation:
 def evaluate(
     recipe: Recipe, roles: Roles, prompts: Sequence[Prompt], log: Callable[[str], None], *, step: int = 0
 ) -> Evaluation:
-    """Return greedy score, mean@k and pass@k, over all prompts and by domain, and the answers.
+    """Return greedy score, mean@k and pass@k, overall and by domain, and the responses.
 
-    They are of the weights after `step`, whatever else is sampled meanwhile. Failed sessions are left out of
-    the scores; `log` gets the reasons.
+    Uses the weights after `step`, even while other steps are sampled. Failed sessions are left out of the
+    scores, and `log` receives the reasons.
     """
     if not prompts:
         return Evaluation()
@@ -57,7 +57,7 @@ def evaluate(
     drawn, greedy = Sampling(temperature=1.0, **common), Sampling(greedy=True, **common)
     attempts = [Attempt(p, i, drawn) for p in prompts for i in range(samples)]
     attempts += [Attempt(p, samples, greedy, is_baseline=True) for p in prompts]
-    # The copy that has these weights, or is the next to take them: see `Schedule.copy_of`.
+    # The copy that has these weights or takes them next, see `Schedule.copy_of`.
     copy = step % len(roles.eval_rollouts)
     rollout = roles.eval_rollouts[copy]
     try:
@@ -80,13 +80,13 @@ def evaluate_recipe(
 ) -> dict[str, float]:
     """Evaluate the recipe's model (or `model`) on its held-out prompts, and print a table unless `quiet`.
 
-    `answers` is a file that gets the answers, as lines of JSON.
+    The responses are written to the JSONL file `answers`.
     """
     console = Console(quiet=quiet)
     if model is not None:
         loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
     elif RunFolder(trained := folder_of(loaded.recipe)).is_used:
-        hint = f"the model that the recipe starts from; --model {trained} is the one it trained"
+        hint = f"the recipe's initial model; use --model {trained} for the trained one"
         say(hint, console)
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
@@ -112,7 +112,7 @@ def evaluate_recipe(
 
 
 def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
-    """Return scores and answers of the recipe's model, or of the one in this folder."""
+    """Return scores and responses of the recipe's model, or of the model in this folder."""
     if model is not None:
         recipe = _with_model(recipe, str(model))
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"lag": 0})})
@@ -129,7 +129,7 @@ def _with_model(recipe: Recipe, model: str) -> Recipe:
 
 
 def scores(batch: BatchRef, k: int) -> dict[str, float]:
-    """Return the metrics of judged evaluation rows; greedy ones are tagged as baselines."""
+    """Return the metrics of scored evaluation rows. Greedy rows are tagged as baselines."""
     sessions = {key[:2]: (key.prompt, tags) for key, tags in batch}.values()
     judged = [(prompt, tags, tags.reward) for prompt, tags in sessions if tags.reward is not None]
     failed = len(sessions) - len(judged)

@@ -1,6 +1,6 @@
-"""Check before any work what needs files, a tokenizer, servers or a model: `practicum check`.
+"""Run the checks of `practicum check` that need files, a tokenizer, servers or a model.
 
-`train` runs `check_without_models` too, so that both refuse the same recipes with the same sentences.
+`train` also runs `check_without_models`, so that both refuse the same recipes with the same messages.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from practicum.trainer.saver import crash_cost
 from practicum.trainer.try_functions import check_parts, try_rewards
 
 _FULL_LR, _FULL_WIDTH = 5e-5, 2048
-"""A usual learning rate of all weights at this width; narrower models take more, as the root of the width."""
+"""A typical learning rate for full fine-tuning at this width. It scales with 1 / sqrt(width)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Findings in sentences, and the rows of files that the run leaves out."""
+    """Findings as messages, and the rows of files that the run skips."""
 
     findings: list[str]
     left_out: LeftOut
@@ -64,7 +64,7 @@ class Preflight:
 
 
 def preflight(loaded: LoadedRecipe) -> Preflight:
-    """Return all that `check` finds; mistakes are RecipeErrors."""
+    """Return all findings of `check`. Raise RecipeErrors for mistakes."""
     recipe = loaded.recipe
     found = check_without_models(recipe)
     findings = [crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings, *try_rewards(recipe)]
@@ -77,7 +77,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
         findings.append(f"tool: {tool.name}({', '.join(f'{p.name}: {p.kind}' for p in tool.parameters)})")
     model = load_model(recipe.model, recipe.seed)
     check_fields(make_plan(recipe, known_traits(recipe.model)), model)
-    PackedModel(model, recipe.train)  # tests whether the learner can run it
+    PackedModel(model, recipe.train)  # raises if the learner can't run it
     if recipe.model.lora is not None:
         findings.append(describe_adapter(model))
     check_bases(recipe.teachers, recipe.model, base_fingerprint(model))
@@ -88,7 +88,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
         findings.append(f"reference: {path} loads")
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     sessions, (prompt, answer) = recipe.counts.sessions, found.longest
-    product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of answer)"
+    product = f"{sessions:,} × ({prompt:,} of prompt + {answer:,} of response)"
     sizes = [f"model: {type(model).__name__}, {millions:,.2f}M parameters, on {model.device}"]
     sizes.append(f"tokens: up to {product} = {sessions * (prompt + answer):,} per step")
     with suppress(RecipeError):  # a config whose sizes are not known
@@ -100,13 +100,13 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
 
 
 def check_without_models(recipe: Recipe) -> Preflight:
-    """Check all that files, tokenizers, configs and servers tell, before any weights are loaded."""
+    """Run all checks that need files, tokenizers, configs and servers, but no weights."""
     require_layers(recipe)
     require_extras(recipe)
     findings = check_parts(recipe)
     if recipe.on_ray:
         findings += check_cluster(recipe)
-    else:  # there, programs run where the engines are
+    else:  # on Ray, programs run next to the engines
         require_sandbox(recipe.agent.tools)
     find_loop(recipe.agent.loop)
     tokenizer = load_tokenizer(recipe.model)
@@ -163,8 +163,8 @@ def require_layers(recipe: Recipe) -> None:
         with must_read(spec.path or "", f"{path}.model", "a causal language model in HuggingFace format"):
             layers = state_layers(skeleton(spec))
         if layers:
-            found = f"{engine} for a model with layers {layers}, which carry a state"
-            raise RecipeError(f"{path}.engine", found, "torch, which runs such layers")
+            found = f"{engine} for a model with recurrent layers ({layers})"
+            raise RecipeError(f"{path}.engine", found, "torch")
 
 
 def require_extras(recipe: Recipe) -> None:
@@ -182,16 +182,16 @@ def require_extras(recipe: Recipe) -> None:
             raise MissingExtraError(what, extra)
     engines = {"rollout": recipe.rollout.engine}
     engines |= {f"teachers.{name}": teacher.engine for name, teacher in recipe.teachers.items()}
-    for path, name in engines.items():  # on Ray, it must be where the actors are, which may not be here
+    for path, name in engines.items():  # on Ray, the actors' machines need it
         if not recipe.on_ray and importlib.util.find_spec(ENGINES[name].module) is None:
             raise MissingExtraError(f"{path}.engine: {name}", name, ENGINES[name].install)
     require_trackers(recipe.track.to)
 
 
 def known_traits(model: Model) -> Traits:
-    """Return the student's traits by its config, wherever that is. Other checks report faults of it.
+    """Return the student's traits from its config, local or on the hub. Other checks report a broken config.
 
-    Experts count only if they can be recorded and replayed.
+    `moe` is set only if experts can be recorded and replayed.
     """
     try:
         if model.path is None:
@@ -203,15 +203,15 @@ def known_traits(model: Model) -> Traits:
 
 
 def _warnings(model: Model, train: Train, *, replays: bool, by_rewards_alone: bool) -> list[str]:
-    """Return what may be meant, and is more often a mistake."""
+    """Return warnings about valid settings that are usually mistakes."""
     warnings, width = [], _FULL_WIDTH
     if model.lora is not None and train.steps:
         with suppress(RecipeError):  # a config whose sizes are not known
             width = model_sizes(model).hidden
         if train.lr <= _FULL_LR * sqrt(_FULL_WIDTH / width):
             warnings.append(
-                f"train.lr {train.lr:g} looks like one for all weights of a model of width {width}: with "
-                "model.lora, ten times that rate is usual"
+                f"train.lr {train.lr:g} is typical for full fine-tuning at width {width}: with model.lora, "
+                "ten times that is usual"
             )
     if model_traits(model).moe and not (replays and known_traits(model).moe):
         who = "the student's routers" if replays else "the engine's choices of experts"
@@ -221,8 +221,8 @@ def _warnings(model: Model, train: Train, *, replays: bool, by_rewards_alone: bo
         )
     if model.random_init is not None and by_rewards_alone:
         warnings.append(
-            "the student starts with random weights (model.random_init) and learns from rewards alone: "
-            "answers that earn nothing teach nothing. Train it on demonstrations first (algorithm.loss: "
-            "supervised, algorithm.advantage: none) and set model.path to that run"
+            "the student has random weights (model.random_init) and trains on rewards alone, which a "
+            "random model rarely earns. Train it by SFT first (algorithm.loss: supervised, "
+            "algorithm.advantage: none) and set model.path to that run"
         )
     return warnings

@@ -1,4 +1,4 @@
-"""Compare each teacher with the student on a few prompts, before a run: can it teach this student?"""
+"""Compare each teacher with the student on a few prompts before a run."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from practicum.teachers.load_teachers import load_teachers
 from practicum.teachers.route import before_text, teacher_of
 
 PROMPTS, DRAWN = 8, 128
-"""Prompts that each teacher is probed on, and how many are drawn to find them."""
+"""Number of prompts to probe each teacher on, and the number drawn to find them."""
 TOP_K = 32
-"""Tokens of the top-k, if the recipe has none."""
+"""Default top-k if the recipe has none."""
 TAIL = 0.01
-"""Mass beyond its top-k from which a teacher's tail is worth more than one bucket."""
+"""Tail mass above which one bucket for the tail is too coarse."""
 FAR = 0.5
-"""Mass of a teacher on the student's top-k below which answers of the student say little to it."""
+"""Teacher mass on the student's top-k below which its scores of the student's responses say little."""
 PROBE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A teacher beside the student, on the student's answers to prompts of the teacher."""
+    """Comparison of teacher and student on the student's responses to the teacher's prompts."""
 
     overlap: float
-    """Share of the teacher's top-k in the student's."""
+    """Share of the teacher's top-k tokens that are in the student's."""
     mass: float
     """The teacher's mass on the student's top-k."""
     tail: float
@@ -52,7 +52,7 @@ class Probe:
     kl: float
     """KL(student || teacher), over the whole vocabulary."""
     scores: tuple[float, float]
-    """Mean of the checker on greedy answers: the teacher's, the student's."""
+    """Mean score of greedy responses: the teacher's and the student's."""
 
     @property
     def signal(self) -> str:
@@ -60,7 +60,7 @@ class Probe:
 
 
 def compare(student_MV: Tensor, teacher_MV: Tensor, top_k: int, scores: tuple[float, float]) -> Probe:
-    """Return the probe from log-probabilities of both at the tokens of the student's answers."""
+    """Compute the probe from log-probabilities of both models at the tokens of the student's responses."""
     k = min(top_k, student_MV.shape[1])
     p_MV, q_MV = student_MV.double().exp(), teacher_MV.double().exp()
     own_MK, best_MK = student_MV.topk(k).indices, teacher_MV.topk(k).indices
@@ -76,7 +76,7 @@ def compare(student_MV: Tensor, teacher_MV: Tensor, top_k: int, scores: tuple[fl
 
 
 def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return a table of the teachers that can be loaded here, as lines, and warnings."""
+    """Return the lines of a table of all teachers that can be loaded on this machine, and warnings."""
     specs = {
         name: teacher.model_copy(update={"placement": "colocated"})
         for name, teacher in recipe.teachers.items()
@@ -153,7 +153,7 @@ class _Prober:
         return (logits_RV / self.recipe.compare_temperature).log_softmax(-1)
 
     def _score(self, prompts: Sequence[Prompt], answers: Mapping[int, list[int]]) -> float:
-        """Return the mean of the task's checker; NaN without prompts that have an answer."""
+        """Return the mean of the task's checker, or NaN if no prompt has an answer."""
         found = []
         for prompt in prompts:
             tokens = answers[prompt.uid]
@@ -185,12 +185,12 @@ def warnings_of(probes: Mapping[str, Probe]) -> list[str]:
         teacher, student = probe.scores
         if teacher < student:
             warnings.append(
-                f"teacher {name} is worse than the student on prompts of its own: {teacher:.2f} against "
-                f"{student:.2f}, the mean score of greedy answers"
+                f"teacher {name} scores less than the student on its prompts: {teacher:.2f} against "
+                f"{student:.2f} (mean over greedy responses)"
             )
         if probe.mass < FAR:
             warnings.append(
-                f"teacher {name} has {probe.mass:.0%} of its mass on the student's most likely tokens: it "
-                "corrects answers that it would not give; train on its own first (algorithm.loss: supervised)"
+                f"teacher {name} has {probe.mass:.0%} of its mass on the student's most likely tokens, so "
+                "its scores say little: train on its responses first (algorithm.loss: supervised)"
             )
     return warnings

@@ -1,4 +1,4 @@
-"""A resumed run and its recipe: what may differ freely, what with --change, and what can't differ."""
+"""Compare a resumed run's recipe with its earlier one: allowed, needs --change, or impossible."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ MAY_CHANGE = (
     "out",
     "rollout.deadline_s",
 )
-"""Keys that a resumed run may set differently, because no step depends on them (steps: in no decay)."""
+"""Keys that a resumed run may change freely because no step depends on them (steps: without a decay)."""
 
 _FIXED = {
     "model.random_init": "the checkpoint holds the weights of another model",
-    "model.lora": "the checkpoint holds an adapter of the other kind",
+    "model.lora": "the checkpoint holds an adapter with other settings",
     "model.path": "the weights are the checkpoint's",
-    "model.tokenizer": "the model was trained with the tokens of the other one",
+    "model.tokenizer": "the model was trained with the other tokenizer",
     "train.optimizer": "the checkpoint holds the state of the other optimizer",
-    "rollout.lag": "the checkpoint holds old weights, and rows that they sampled, for the other lag",
-    "model.dtype": "weights and optimizer state in the checkpoint have the other number type",
+    "rollout.lag": "the checkpoint holds older weights and their rows for the other lag",
+    "model.dtype": "weights and optimizer state in the checkpoint have the other dtype",
 }
 """Keys that can't change, and why."""
 _SWITCHES = {
@@ -41,19 +41,19 @@ _SWITCHES = {
     "algorithm.kl.target": "an adapted weight is part of every checkpoint, a fixed one is not",
     "student": "a teacher's copy of the student is part of the checkpoint",
 }
-"""Keys that can't be set if they were null, or the other way round, and why."""
+"""Keys that can't change between null and a value, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value of the recipe that differs from the run's so far."""
+    """A changed value of the recipe."""
 
     key: str
     old: Any
     new: Any
 
     def row(self, step: int) -> dict[str, Any]:
-        """Return a line of changes.jsonl; `step` is the first one with the new value."""
+        """Return a row of changes.jsonl. `step` is the first one with the new value."""
         return {"step": step, **asdict(self), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
 
     def __str__(self) -> str:
@@ -61,31 +61,32 @@ class Change:
 
 
 def allowed_changes(old: dict[str, Any], new: dict[str, Any], *, change: bool = False) -> list[Change]:
-    """Return what differs between two resolved recipes, if a run of the old one may continue with the new.
+    """Return the differences of two resolved recipes. Raise if a run of the old one can't continue with the
+    new.
 
-    Without `change`, only what no step depends on may differ.
+    Without `change`, only keys that no step depends on may differ.
     """
     found = differences(absolute_files(old), absolute_files(new))
     changes = [Change(key, a, b) for key, (a, b) in sorted(found, key=itemgetter(0))]
     if impossible := [f"  {c}\n    {why}" for c in changes if (why := _why_not(c, new))]:
         raise PracticumError(
-            "\n".join(["the run can't continue with a recipe in which these differ:", *impossible])
-            + "\n  → resume with the recipe that it had, or start a new run with model.path set to this run"
+            "\n".join(["the run can't continue with these changes:", *impossible])
+            + "\n  → resume with the run's recipe, or start a new run with model.path set to this run"
         )
     free = MAY_CHANGE if new["train"]["schedule"] == "constant" else MAY_CHANGE[1:]
     other = [c for c in changes if not c.key.startswith(free)]
     if other and not change:
         raise PracticumError(
-            "the run to resume was started with other values:\n"
+            "the recipe differs from that of the run to resume:\n"
             + "\n".join(f"  {c}" for c in other)
             + "\n  → --change continues with the new values and records them in changes.jsonl;\n"
-            "    or resume with the recipe that it had, or start again with --fresh"
+            "    or resume with the run's recipe, or start again with --fresh"
         )
     return changes
 
 
 def _why_not(change: Change, new: dict[str, Any]) -> str | None:
-    """Return why a run can't continue with this change; None if it can."""
+    """Return why a run can't continue with this change, or None if it can."""
     key, is_switched = change.key, (change.old is None) != (change.new is None)
     for fixed, why in _FIXED.items():
         if key == fixed or key.startswith(f"{fixed}."):
@@ -94,5 +95,5 @@ def _why_not(change: Change, new: dict[str, Any]) -> str | None:
     if is_switched and name in _SWITCHES:
         return _SWITCHES[name]
     if key == "algorithm.kl.coefficient" and new["algorithm"]["kl"]["target"] is not None:
-        return "the adaptation began with it, and the checkpoint holds the current one: change kl.target"
+        return "the checkpoint holds the adapted coefficient: change kl.target"
     return None

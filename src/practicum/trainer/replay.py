@@ -1,6 +1,6 @@
-"""`practicum replay`: the learner's part of a recorded step, run again from the checkpoint before it.
+"""`practicum replay`: repeat the learner's part of a recorded step from the checkpoint before it.
 
-With the run's own recipe every number comes back bit for bit; with other values it shows what they change.
+With the run's recipe, all numbers are equal bit for bit. With other values, it shows their effect.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step import prefixed
 
 CHANGEABLE = ("algorithm.", "distill.", "train.", "critic.", "reward.weight", "route.shares")
-"""Keys that the learner's part of a step depends on, beside the batch."""
+"""Keys that the learner's part of a step reads."""
 
 
 @dataclass(slots=True)
 class Replayed:
-    """A step as it was learnt again."""
+    """The result of a repeated step."""
 
     metrics: dict[str, float]
     gradient: Tensor
-    """Of the first optimizer step, after clipping, all parameters in one."""
+    """Flat gradient of the first optimizer step, after clipping."""
     first: Difference | None
-    """The first recorded number that came out otherwise."""
+    """The first recorded number that differs."""
     weights_equal: bool | None
     """True if the weights are those of the step's checkpoint, None without a checkpoint."""
 
 
 @dataclass(slots=True)
 class Replay:
-    """A replay: as the run had it and, if values were changed, with them."""
+    """A replay with the run's recipe and, if values were overridden, one with these."""
 
     step: int
     rows: int
     same: Replayed
     changed: Replayed | None
     differing: dict[str, tuple[float | None, float]]
-    """Metrics of the run that came out otherwise with its own recipe: the run's value, and the replay's."""
+    """Metrics that differ although the recipe is the run's: the run's value and the replay's."""
     notes: list[str]
 
     @property
@@ -82,7 +82,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Batch:
-    """The rows that a step learnt from, as they were recorded."""
+    """The recorded rows of a step."""
 
     record: Record
     step: int
@@ -92,7 +92,7 @@ class _Batch:
 
 
 def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
-    """Learn from a recorded step again, and compare; what is missing for that is a PracticumError."""
+    """Repeat the update of a recorded step, and compare. Raise PracticumError if the record is incomplete."""
     require_run(run)
     folder, notes = RunFolder(run), list[str]()
     resolved = _recipe_at(folder, step)
@@ -103,7 +103,7 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
         raise RecipeErrors(f"{run / 'recipe.yaml'} with --set", found.errors) from None
     if (kept := as_it_was.track.record) != "all":
         raise PracticumError(
-            f"{run} keeps some rows of a step only (track.record: {kept}): a replay needs all.\n"
+            f"{run} records only some rows of each step (track.record: {kept}), and a replay needs all.\n"
             "  → train with --set track.record=all"
         )
     has_baselines = estimator_traits(as_it_was.algorithm.advantage).greedy_baseline
@@ -112,13 +112,13 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     if step > 1 and step - 1 not in checkpoints.steps():
         there = ", ".join(map(str, checkpoints.steps())) or "no step"
         raise PracticumError(
-            f"a replay of step {step} starts from the checkpoint of step {step - 1}, and {run} has "
-            f"checkpoints of {there}.\n  → replay a step after one of those, or train with "
+            f"a replay of step {step} needs the checkpoint of step {step - 1}, but {run} has "
+            f"checkpoints of {there}.\n  → replay a step after one of these, or train with "
             "--set checkpoint.every=1 --set checkpoint.keep_last=1000"
         )
     before = checkpoints.path(step - 1) if step > 1 else None
     if as_it_was.data_parallel > 1:
-        notes.append("the run had several ranks, the replay has one: sums are rounded in another order")
+        notes.append("the run had several ranks and the replay has one, so sums are rounded differently")
     same = _learn(as_it_was, batch, before, notes, checkpoints.path(step))
     changed = None if other is None else _learn(other, batch, before, notes)
     line = next((row for row in folder.metrics() if row["step"] == step), {})
@@ -127,7 +127,7 @@ def replay_step(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
 
 
 def _recipe_at(folder: RunFolder, step: int) -> dict[str, Any]:
-    """Return the run's resolved recipe without what was changed after this step."""
+    """Return the run's resolved recipe without changes made after this step."""
     resolved, path = folder.recipe(), folder.path / "changes.jsonl"
     changes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for change in reversed(changes):
@@ -138,12 +138,13 @@ def _recipe_at(folder: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _changed(resolved: dict[str, Any], overrides: Sequence[str], notes: list[str]) -> Recipe:
-    """Return the recipe with other values; `notes` names the run's values that they rule out."""
+    """Return the recipe with overrides. Run values that conflict with them are reset and listed in
+    `notes`."""
     changed_keys = {text.partition("=")[0].strip() for text in overrides}
     for key in changed_keys:
         if not key.startswith(CHANGEABLE):
             expected = f"a key that the learner reads: {', '.join(f'{k}…' for k in CHANGEABLE)}"
-            raise RecipeError(f"--set {key}", "a value of what came before the batch", expected)
+            raise RecipeError(f"--set {key}", "a key that only affects sampling", expected)
     try:
         return load_recipe(resolved, overrides).recipe
     except RecipeErrors as found:
@@ -151,12 +152,12 @@ def _changed(resolved: dict[str, Any], overrides: Sequence[str], notes: list[str
             section, last = _section(resolved, path)
             if path in changed_keys or section.pop(last, None) is None:
                 raise
-            notes.append(f"{path} is as by default: the run's value does not go with --set")
+            notes.append(f"{path} is reset to its default: the run's value conflicts with --set")
     return load_recipe(resolved, overrides).recipe
 
 
 def _section(resolved: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """Return the mapping that holds a key, empty if there is none, and the key's last word."""
+    """Return the mapping that holds a key (empty if missing), and the last word of the key."""
     *outer, last = path.split(".")
     section: Any = resolved
     for name in outer:
@@ -188,8 +189,8 @@ def _column(batch: _Batch, name: str) -> Column:
         return [{key: torch.tensor(x) for key, x in values.items()} for values in objects]
     if missing := [row.summary.key for row in batch.rows if name not in row.columns]:
         raise PracticumError(
-            f"step {batch.step} has no recorded {name} of {missing[0]}, which the learner needs: the run did "
-            "not compute it"
+            f"step {batch.step} has no recorded {name} of {missing[0]}, which the learner needs: the run "
+            "did not compute it"
         )
     rows = [torch.tensor(row.columns[name], dtype=dtype_of(spec)) for row in batch.rows]
     return torch.stack(rows) if spec.extent == "scalar" else Ragged.from_rows(rows)
@@ -200,7 +201,7 @@ def _learn(
 ) -> Replayed:
     """Run the learner's stages in this process, from the checkpoint `before` the step or the recipe's model.
 
-    `after` is the step's own checkpoint. A check that fires adds to `notes` and stops nothing.
+    `after` is the step's checkpoint. Violated checks are added to `notes` and do not stop the replay.
     """
     level = "off" if recipe.checks.level == "off" else "warn"
     checks = recipe.checks.model_copy(update={"level": level})
@@ -255,7 +256,7 @@ def _load(rank: TrainRank, before: Path | None, step: int) -> None:
 
 
 def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
-    """Return what the learner needs of them: output heads, with the signal full. Scores are recorded."""
+    """Return the teachers' output heads for the signal full. Scores come from the record."""
     assert recipe.distill is not None
     if recipe.distill.signal != "full":
         return Teachers({}, least_width=signal_width(recipe.teachers, recipe.distill, recipe.model))
@@ -285,27 +286,27 @@ def _run_stages(rank: TrainRank, plan: Plan, batch: _Batch) -> dict[str, float]:
 def replay_text(replayed: Replay) -> str:
     same, other = replayed.same, replayed.changed
     lines = [f"note: {note}" for note in replayed.notes]
-    what = f"step {replayed.step} learnt again from {replayed.rows} recorded rows"
+    what = f"step {replayed.step}, repeated from {replayed.rows} recorded rows"
     if replayed.is_equal:
         weights = " and the weights of the checkpoint" if same.weights_equal else ""
         numbers = f"all recorded columns, {len(same.metrics)} metrics{weights}"
-        lines.append(f"{what}: {numbers} are those of the run")
+        lines.append(f"{what}: {numbers} are equal")
     else:
-        lines.append(f"{what}: the numbers are not those of the run")
+        lines.append(f"{what}: numbers differ")
         if (first := same.first) is not None:
             where = f"{first.key}{'' if first.token is None else f', token {first.token}'}"
             lines.append(f"  first {first.field} of {where}: {first.one} in the run, {first.two} here")
         differing = list(replayed.differing.items())[:8]
         lines += [f"  {name}: {a} in the run, {b} here" for name, (a, b) in differing]
         if same.weights_equal is False:
-            lines.append("  the weights are not those of the step's checkpoint")
+            lines.append("  the weights differ from the step's checkpoint")
     if other is not None:
         cosine = float(torch.nn.functional.cosine_similarity(same.gradient, other.gradient, dim=0))
         lines += ["", f"cosine of the gradients of the first optimizer step: {cosine:.6f}"]
         one, two = same.metrics, other.metrics
         names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
         width = max(map(len, names), default=0)
-        header = f"{'metric':<{width}}  {'as it was':>12}  {'changed':>12}"
+        header = f"{'metric':<{width}}  {'run':>12}  {'changed':>12}"
         lines.append(header if names else "no metric changes")
         lines += [f"{n:<{width}}  {_number(one.get(n))}  {_number(two.get(n))}" for n in names]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A run: steps, evaluations, checkpoints and everything written about them, from a recipe to an export.
+"""Train a recipe: steps, evaluations, checkpoints, records and the final export.
 
 Read `train_loaded` first.
 """
@@ -50,9 +50,9 @@ from practicum.trainer.step import StepRunner
 from practicum.trainer.window import make_sampling
 
 LEDGER_WIDTH = 150
-"""Columns of the table of teachers, also where the output is no terminal."""
+"""Width of the table of teachers, also if the output is not a terminal."""
 OnStep = Callable[[dict[str, Any]], object]
-"""Called with each row of metrics.jsonl as soon as it is written."""
+"""Callback that receives each row of metrics.jsonl after it is written."""
 
 
 def train_loaded(
@@ -65,7 +65,7 @@ def train_loaded(
     on_step: OnStep | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Train one recipe. With `change` a resumed run may have other values than it had."""
+    """Train one recipe. With `change`, a resumed run may change values of its recipe."""
     path = folder_of(loaded.recipe) if out is None else out
     with hold_folder(path), ExitStack() as stack:
         folder = choose_folder(path, resume=resume, fresh=fresh)
@@ -105,7 +105,7 @@ def train_loaded(
 
 
 class Trainer:
-    """One recipe, from its start or its last checkpoint to its end."""
+    """Trains one recipe, from the start or the last checkpoint to the end."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Trainer:
             self.checkpoint, self.progress = Checkpoints(folder.checkpoints).latest()
             stream.load_state_dict(self.progress.stream)
         view.starting(f"continuing from {self.checkpoint.name}" if self.checkpoint else loading(recipe))
-        # After all that may fail: whoever it starts is stopped by `close` alone.
+        # Last, after everything that may fail, because only `close` stops its processes.
         record = folder.record_place(recipe.recorded_groups)
         self.roles: Roles = start_roles(recipe, self.plan, self.watch, record, folder.path)
         recorder = None if record is None else Recorder(replace(record, role="controller"))
@@ -156,10 +156,10 @@ class Trainer:
         self._began = time.monotonic()
 
     def begin(self, changes: Sequence[Change] = (), findings: Sequence[str] = ()) -> None:
-        """Take the folder into use: all that can be wrong with the recipe is known by now.
+        """Start writing to the folder, after all checks of the recipe.
 
-        A resumed run continues from its checkpoint; `changes` are what its recipe sets differently.
-        `findings` are shown and logged.
+        A resumed run continues from its checkpoint, with `changes` to its recipe. `findings` are printed and
+        logged.
         """
         first, steps = self.progress.step + 1, self.recipe.train.steps
         if self.checkpoint is None:
@@ -176,7 +176,7 @@ class Trainer:
         for sentence in [*findings, *self.roles.describe()]:
             self._report(sentence)
         if self.checkpoint is not None and first > steps:
-            self.view.say(f"all {steps} steps are done already: --set train.steps=N continues the run")
+            self.view.say(f"all {steps} steps are done: --set train.steps=N continues the run")
         self._warn(self._to_warn_of, is_new=self.checkpoint is None)
 
     def _load(self, path: Path) -> None:
@@ -219,7 +219,7 @@ class Trainer:
                 break
             self._end_step(progress.step + 1, self.runner.step(progress.step + 1))
             self._complete_step()
-            if not gc.get_freeze_count():  # what is there now stays: collections would look through it again
+            if not gc.get_freeze_count():  # permanent objects, which later collections need not scan
                 gc.collect()
                 gc.freeze()
         if self.saver.checkpoints.steps()[-1:] != [progress.step]:
@@ -242,7 +242,7 @@ class Trainer:
         )
 
     def evaluate(self) -> Evaluation:
-        """Return scores and answers on the held-out prompts with the current weights."""
+        """Return scores and responses of the current weights on held-out prompts."""
         self.view.stage("eval")
         began, step = time.perf_counter(), self.progress.step
         evaluation = evaluate(self.recipe, self.roles, self.eval_prompts, self.folder.log, step=step)
@@ -251,7 +251,7 @@ class Trainer:
         return evaluation
 
     def _end_step(self, number: int, metrics: dict[str, float]) -> None:
-        """Note that the step is trained: from now on a checkpoint is of this step."""
+        """Mark the step as trained. Later checkpoints are of this step."""
         self.progress.step = number
         recorded = {"samples": self.samples.answers, "distributions": self.samples.distributions}
         self.progress.pending = {"metrics": metrics, **recorded}
@@ -259,7 +259,7 @@ class Trainer:
         self.saver.mark(self.progress, self._elapsed())
 
     def _complete_step(self) -> None:
-        """Evaluate, record and keep the step that was trained last."""
+        """Evaluate, record and checkpoint the last trained step."""
         progress, every = self.progress, self.recipe.eval.every
         pending, number, is_best = progress.pending, progress.step, False
         metrics, tables = dict(pending["metrics"]), {"samples": pending["samples"]}
@@ -278,7 +278,7 @@ class Trainer:
             self.saver.save()
 
     def rescue(self) -> str:
-        """After an error, keep the last finished step, and return a sentence on how to continue."""
+        """After an error, save the last finished step, and return a message about how to continue."""
         lost = ""
         try:
             if (learnt := self.runner.learnt) is not None and learnt[0] > self.progress.step:
@@ -287,7 +287,9 @@ class Trainer:
         except Exception as error:  # the first error is the one to show
             self.folder.log(f"no checkpoint of step {self.progress.step}: {type(error).__name__}: {error}")
             lost = f"no checkpoint of step {self.progress.step} could be written: {error}\n"
-        if self.samples.answers:  # of the failed step, for whoever looks why it failed; cut when resumed
+        if (
+            self.samples.answers
+        ):  # samples of the failed step help to debug it, and a resumed run removes them
             with suppress(OSError):
                 self.folder.append("samples.jsonl", self.samples.answers)
         if not (saved := self.saver.checkpoints.steps()):
@@ -316,7 +318,7 @@ class Trainer:
     def _warn(self, sentences: Iterable[str], *, is_new: bool = True) -> None:
         for sentence in sentences:
             self.view.warn(sentence)
-            if is_new:  # else the log has it
+            if is_new:  # otherwise it is in the log
                 self.folder.log(f"warning: {sentence}")
 
     def _note_rolled(self, sampled: SampledStep) -> None:
@@ -346,7 +348,7 @@ class Trainer:
 
 
 class Stopped(KeyboardInterrupt):
-    """A second signal; `number` is its own."""
+    """Raised by a second signal, with its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"a second {signal.Signals(number).name}")
@@ -354,7 +356,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupt:
-    """Within this context SIGINT and SIGTERM set `asked` and `number`; a second signal raises Stopped."""
+    """Context in which SIGINT and SIGTERM set `asked` and `number`. A second signal raises Stopped."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.asked = False
@@ -381,9 +383,9 @@ class Interrupt:
 
 
 def train_recipes(recipes: Sequence[LoadedRecipe], *, out: Path | None = None, **options: Any) -> list[Run]:
-    """Train recipes one after the other, with a summary of each; `options` are those of `train_loaded`."""
+    """Train recipes one after the other, with a summary of each. `options` are those of `train_loaded`."""
     if out is not None and len(recipes) > 1:
-        raise PracticumError("--out is for one recipe; several write to their own folders")
+        raise PracticumError("--out works with one recipe only: remove it, or train the recipes one by one")
     outcomes: list[Run] = []
     for loaded in recipes:
         outcomes.append(outcome := train_loaded(loaded, out, **options))
@@ -400,7 +402,7 @@ def show_ledger(outcome: Run) -> None:
 
 
 def summary(outcome: Run) -> str:
-    """Describe a run in a few lines: how it ended, its scores before and after, where it lies."""
+    """Summarise a run in a few lines: state, scores before and after, folder and warnings."""
     ended = "stopped, --resume continues it" if outcome.interrupted else "done"
     lines = [f"{outcome.name}: {ended} · {outcome.steps} steps in {outcome.seconds:.0f} s · {outcome.folder}"]
     for name, last in outcome.last_eval.items():
@@ -408,7 +410,9 @@ def summary(outcome: Run) -> str:
             first = outcome.first_eval.get(name)
             lines.append(f"  {name} {f'{first:.3f} → ' if first is not None else ''}{last:.3f}")
     if outcome.interrupted and outcome.steps:
-        lines.append(f"  model: {outcome.folder} is its model so far, wherever a model is named")
+        lines.append(
+            f"  model: {outcome.folder} (use the run folder wherever a recipe or command takes a model)"
+        )
     lines += [f"  {line}" for line in outcome.failures]
     lines += [f"  warning: {line}" for line in outcome.warnings]
     if (expected := outcome.recipe.expected) is not None:

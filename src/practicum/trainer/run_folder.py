@@ -1,4 +1,4 @@
-"""The run folder: resolved recipe, versions, metrics, recorded answers, log, checkpoints, export.
+"""The run folder: resolved recipe, versions, metrics, samples, log, checkpoints and export.
 
 One run at a time uses a folder. Imports no torch.
 """
@@ -34,18 +34,18 @@ from practicum.recipe.text import yamlfile
 
 PACKAGES = ("practicum", "torch", "transformers", "numpy", "pydantic", "safetensors")
 _GIT_S = 5.0
-"""Seconds that git may take; a repository that needs longer is left out."""
+"""Timeout of git in seconds. On timeout, the commit is not recorded."""
 _LOCK_S = 0.5
-"""Long enough for a run that is just releasing its lock."""
+"""How long to wait for a run that is releasing its lock, in seconds."""
 APPENDED = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
 _MARKER = "versions.json"
-"""The first file that a run writes, by which its folder is known."""
+"""The first file that a run writes, which identifies its folder."""
 OWNED = (
     *(*APPENDED, "changes.jsonl", "recipe.yaml", "origins.json", "plan.json", "scores.json"),
     *("tokenizer.json", "log.txt", "wandb.id", "trackio.id", "checkpoints", "export", "exports", FOLDER),
     *("tensorboard", "wandb"),
 )
-"""Files of a run beside versions.json, which marks its folder. Nothing else is ever removed."""
+"""Files of a run besides versions.json. --fresh removes only these."""
 
 
 class RunFolder:
@@ -62,22 +62,22 @@ class RunFolder:
         return "practicum" in read_mapping(self.path / _MARKER)
 
     def replace(self, recipe: str) -> None:
-        """Begin a run: remove the files of an earlier one, then write resolved recipe and versions."""
+        """Start a run: remove the files of an earlier one, then write resolved recipe and versions."""
         for name in OWNED if self.is_used else ():
             path, aside = self.path / name, self.path / f".{name}.old"
             shutil.rmtree(aside, ignore_errors=True)
             if path.is_dir():
-                os.replace(path, aside)  # a process that is killed now leaves no half of a checkpoint
+                os.replace(path, aside)  # no partial checkpoint remains if the process is killed here
                 shutil.rmtree(aside)
             else:
                 path.unlink(missing_ok=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._write(_MARKER, versions() | {"starts": []})  # first: it marks the folder as a run's
+        self._write(_MARKER, versions() | {"starts": []})  # first: it identifies the folder as a run's
         self.checkpoints.mkdir(exist_ok=True)
         write_atomic(self.path / "recipe.yaml", recipe)
 
     def note_start(self, recipe: Path) -> None:
-        """Add a start of the run to versions.json: its command, and commits of practicum and the recipe."""
+        """Record the command and the commits of practicum and the recipe in versions.json."""
         package = Path(practicum.__file__)
         commits = {"practicum": git_state(package.parent, package.name), "recipe": git_state(recipe.parent)}
         start = {"command": shlex.join(sys.orig_argv), "directory": str(Path.cwd()), "commits": commits}
@@ -88,7 +88,7 @@ class RunFolder:
         self._has_started = True
 
     def note_end(self, outcome: str, step: int) -> None:
-        """Add how this start of the run ended, unless it never used the folder."""
+        """Record how this start of the run ended, unless it never wrote to the folder."""
         if self._has_started:
             *before, last = read_versions(self.path)["starts"]
             ended = last | {"ended": timestamp(), "outcome": outcome, "last_step": step}
@@ -116,30 +116,30 @@ class RunFolder:
             raise PracticumError(f"{path} is damaged: a line of it is not JSON ({error})") from None
 
     def record_place(self, groups: int | None) -> RecordPlace | None:
-        """Return where so many groups of each step are recorded (None: all), or None if none are."""
+        """Return the location of the record of `groups` groups per step (None for all), or None for 0."""
         if groups == 0:
             return None
         return RecordPlace(self.path.absolute() / FOLDER, "local", everything=groups is None)
 
     def positions(self) -> dict[str, int]:
-        """Return the current sizes of the appended files, for a checkpoint."""
+        """Return the current sizes of append-only files, for a checkpoint."""
         names = (*APPENDED, *(f"{FOLDER}/{path.name}" for path in record_files(self.path / FOLDER)))
         return {n: p.stat().st_size if (p := self.path / n).exists() else 0 for n in names}
 
     def rewind(self, positions: Mapping[str, int]) -> None:
-        """Cut the appended files back to a checkpoint. Files of the record may have been removed."""
+        """Truncate append-only files to a checkpoint's sizes. Recorded files may be missing."""
         for name, held in self.positions().items():
             path, size = self.path / name, positions.get(name, 0)
             if held < size and name in APPENDED:
                 raise PracticumError(
-                    f"{path} has {held} bytes, the checkpoint was written at {size}: restore the file, or "
+                    f"{path} has {held} bytes, but {size} in the checkpoint: restore the file, or "
                     "remove the checkpoint to resume from the one before it"
                 )
             if held > size:
                 os.truncate(path, size)
 
     def log(self, line: str) -> None:
-        """Add a line with the time to log.txt, once the run has begun. A full disk is no error here."""
+        """Append a line with the time to log.txt, once the run has started. Ignores a full disk."""
         if not (self.path / _MARKER).exists():
             return
         with (
@@ -158,20 +158,20 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def choose_folder(path: Path, *, resume: bool, fresh: bool) -> RunFolder:
-    """Return the folder if a run may use it, else raise a PracticumError. Write nothing."""
+    """Return the folder if a run may use it, else raise PracticumError. Writes nothing."""
     folder, problem = RunFolder(path), None
     require_possible(path)
     if resume and not folder.is_used:
-        problem = "has no run to resume: leave out --resume"
+        problem = "has no run to resume: remove --resume"
     elif resume and not any(folder.checkpoints.glob("step-*")):
-        problem = "has no checkpoint to resume from yet: start again with --fresh"
+        problem = "has no checkpoint: start again with --fresh"
     elif not resume and not folder.is_used and any((path / name).exists() for name in OWNED):
         problem = (
-            "has files that a run would overwrite and that are not a run's: choose another with --out DIR"
+            "has files that a run would overwrite and that belong to no run: choose another with --out DIR"
         )
     elif folder.is_used and not (resume or fresh):
         problem = (
-            "holds a run already: --resume continues it, --fresh replaces it, --out DIR writes elsewhere"
+            "already holds a run: --resume continues it, --fresh replaces it, --out DIR writes elsewhere"
         )
     if problem is not None:
         raise PracticumError(f"{path} {problem}")
@@ -179,7 +179,7 @@ def choose_folder(path: Path, *, resume: bool, fresh: bool) -> RunFolder:
 
 
 def require_possible(path: Path) -> None:
-    """Raise a PracticumError if a run can't write to this folder. A trial file is written and removed."""
+    """Raise PracticumError if a run can't write to this folder. Writes and removes a test file."""
     try:
         with _made(path), tempfile.TemporaryFile(dir=path):
             pass
@@ -187,15 +187,15 @@ def require_possible(path: Path) -> None:
         in_the_way = [str(place) for place in (path, *path.parents) if os.path.isfile(place)]
         why = f"{in_the_way[0]} is a file" if in_the_way else getattr(error, "strerror", None) or str(error)
         raise PracticumError(
-            f"{path} can't be the run's folder: {why}.\n  → choose another one with --out DIR"
+            f"{path} can't be the run folder: {why}.\n  → choose another one with --out DIR"
         ) from None
 
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder; raise a PracticumError if another run holds it.
+    """Lock a run folder. Raise PracticumError if another run holds the lock.
 
-    The system releases the lock when the process dies. A folder that stays empty is removed.
+    The system releases the lock when the process dies. An empty folder is removed on exit.
     """
     require_possible(folder)
     path = folder / ".lock"
@@ -206,7 +206,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
                 try:
                     yield
                 finally:
-                    path.unlink(missing_ok=True)  # filelock itself leaves the file
+                    path.unlink(missing_ok=True)  # filelock does not remove the file
         except Timeout:
             holder = path.read_text(errors="replace") if path.exists() else "which has just ended"
             raise PracticumError(
@@ -217,7 +217,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Create a folder; afterwards remove what was created and is empty."""
+    """Create a folder. On exit, remove created folders that are empty."""
     created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    # Half of a surrogate pair, which JSON can say and UTF-8 can't, is written as its escape.
+    # A lone surrogate, which UTF-8 can't encode, is written as a JSON escape.
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -241,7 +241,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Set the modes of a folder's files to those of new files: some libraries write for their user only."""
+    """Apply the umask to a folder's files, as some libraries make files private."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o666
@@ -262,10 +262,10 @@ def versions() -> dict[str, Any]:
 
 
 def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
-    """Return the commit of the repository that a folder is in, and whether tracked files differ from it.
+    """Return the commit of a folder's repository, and if tracked files differ from it.
 
-    None if there is no git, no repository or no commit; or if the file `tracked` is not part of it: a
-    package installed inside of somebody's repository is not of its commits.
+    Return None without git, repository or commit, or if the file `tracked` is untracked, as for a package
+    installed inside another repository.
     """
     if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
         return None
@@ -275,7 +275,7 @@ def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None
 
 
 def _git(folder: Path, *command: str) -> str | None:
-    # A git that calls us (a hook) names its own repository in these variables.
+    # In a git hook, these variables name the hook's repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Runs that have ended, and their models: a run folder or a checkpoint wherever a model is named.
+"""Finished runs and their models. Resolve run folders and checkpoints that are given as models.
 
 Nothing here imports torch until weights are written.
 """
@@ -23,27 +23,27 @@ from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, unreadable
 from practicum.trainer.run_folder import RunFolder, follow_umask
 
 ORIGIN = "practicum.json"
-"""File of an export that says of which step it is."""
+"""File of an export that holds its step."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """A run that has ended: its scores, and what is in its folder."""
+    """A finished run: its scores, and access to its folder."""
 
     recipe: Recipe
-    """As resolved, with every value."""
+    """The resolved recipe, with all values."""
     folder: Path
     first_eval: dict[str, float]
-    """Scores of the evaluation before training; empty without one."""
+    """Scores of the evaluation before training, empty without one."""
     last_eval: dict[str, float]
     steps: int
     seconds: float
     failures: tuple[str, ...] = ()
-    """Sessions that failed, counted by reason, in sentences."""
+    """Messages with the counts of failed sessions by reason."""
     warnings: tuple[str, ...] = ()
-    """Why it may have learnt nothing, in sentences."""
+    """Warnings about why the run may not have learned."""
     signal: int | None = None
-    """The signal that stopped it before its end: SIGINT or SIGTERM."""
+    """The signal that stopped the run early: SIGINT or SIGTERM."""
 
     @property
     def name(self) -> str:
@@ -51,17 +51,17 @@ class Run:
 
     @property
     def interrupted(self) -> bool:
-        """True if it was stopped before its end; --resume continues it."""
+        """True if the run was stopped early. --resume continues it."""
         return self.signal is not None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl: one per step, row 0 is the evaluation before training."""
+        """Rows of metrics.jsonl, one per step. Row 0 is the evaluation before training."""
         return RunFolder(self.folder).metrics()
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The rows of samples.jsonl: answers as text, with their rewards."""
+        """Rows of samples.jsonl: responses as text, with their rewards."""
         return read_rows(self.folder / "samples.jsonl")
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
@@ -71,12 +71,12 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Its model in HuggingFace format; of a stopped run that of its newest checkpoint, written here."""
+        """The model in HuggingFace format. For a stopped run, the newest checkpoint is exported."""
         return Path(model_folder(str(self.folder)))
 
     @property
     def best(self) -> Path | None:
-        """The best checkpoint by the evaluations, a model wherever practicum takes one; None if not kept."""
+        """The checkpoint with the best evaluation, usable as a model, or None if none was kept."""
         path = self.folder / "checkpoints" / "best"
         return path.resolve() if path.exists() else None
 
@@ -87,14 +87,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """The model of a run that a path names: its final export, or a checkpoint."""
+    """The model of a run: its final export, or a checkpoint."""
 
     folder: Path
     is_export: bool
     about: str
 
     def with_weights(self) -> Path:
-        """Return a folder in HuggingFace format; a checkpoint is written as one, unless it was before."""
+        """Return a folder in HuggingFace format. A checkpoint is exported once."""
         if self.is_export:
             return self.folder
         run = self.folder.parent.parent
@@ -107,17 +107,17 @@ class RunModel:
         return to
 
     def adapter(self, key: str) -> Path:
-        """Return the folder with its adapter; a RecipeError about this key of a recipe if it has none."""
+        """Return the adapter's folder, or raise a RecipeError about this recipe key if the model has none."""
         folder = self.with_weights() / EXPORTED
         if not folder.is_dir():
             found, expected = f"{self.folder}, which has no adapter", "a run with model.lora"
-            advice = "all of its weights were trained: set model to it in place of adapter"
+            advice = "the run trained all weights: use model instead of adapter"
             raise RecipeError(key, found, expected, advice)
         return folder
 
 
 def find_run_model(named: str | Path) -> RunModel | None:
-    """Return the model that a run folder or a checkpoint has; None for other paths and hub names."""
+    """Return the model of a run folder or checkpoint, or None for other paths and hub names."""
     path = Path(named).expanduser()
     if not os.path.isdir(path) or (path / "config.json").is_file():
         return None
@@ -140,9 +140,10 @@ def find_run_model(named: str | Path) -> RunModel | None:
 def resolve_models(
     loaded: LoadedRecipe, *, weights: bool = True, resumed: RunFolder | None = None
 ) -> tuple[LoadedRecipe, list[str]]:
-    """Return the recipe with a HuggingFace folder in place of each run and checkpoint, and what was taken.
+    """Replace each run and checkpoint in a recipe by a HuggingFace folder. Return it, and messages about
+    them.
 
-    Without `weights` only config and tokenizer are in those folders. A resumed run keeps what it took.
+    Without `weights`, the folders hold only config and tokenizer. A resumed run keeps its earlier choice.
     """
     recipe, taken = loaded.recipe, []
     before = dict(_models_of(resumed.recipe())) if resumed is not None else {}
@@ -166,13 +167,13 @@ def resolve_models(
 
 
 def model_folder(named: str) -> str:
-    """Return a model as transformers reads it: a folder in HuggingFace format or a hub name."""
+    """Return a folder in HuggingFace format or a hub name, for transformers."""
     run_model = find_run_model(named)
     return named if run_model is None else str(run_model.with_weights())
 
 
 def adapter_path(named: str, key: str) -> str:
-    """Return an adapter's folder; a RecipeError about `key` if a run that is named has none."""
+    """Return an adapter's folder, or raise a RecipeError about `key` if the run has none."""
     found = find_run_model(named)
     return named if found is None else str(found.adapter(key))
 
@@ -180,10 +181,10 @@ def adapter_path(named: str, key: str) -> str:
 def merge_runs(
     named: Sequence[str], to: Path, weights: Sequence[float] | None = None, base: str | None = None
 ) -> str:
-    """Write the merge of runs, models or adapters of one base to a new folder; return the base.
+    """Merge runs, models or adapters of one base into a new folder, and return the base.
 
-    Without `weights` each has the same, and their sum is 1. If all have adapters, these are merged. The base
-    is the one that their runs began with, unless it is given; without a common one it is an error.
+    The default weights are 1 / N. If all have adapters, the adapters are merged. The default base is the
+    model that all runs started from. Without a common one, raise PracticumError.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise PracticumError(f"{to} is there already: choose another folder with --to DIR, or remove it")
@@ -195,7 +196,7 @@ def merge_runs(
     if len(set(bases.values())) > 1 or None in bases.values():
         listed = ", ".join(f"{name}: {found or 'unknown'}" for name, found in bases.items())
         raise PracticumError(
-            f"no common base ({listed})\n  → merge runs that began with one model, or name it by --base"
+            f"no common base ({listed})\n  → merge runs that started from the same model, or set --base"
         )
     from practicum.models.merge_models import merge
 
@@ -214,7 +215,7 @@ def merge_runs(
 
 
 def _base_of(named: str) -> str | None:
-    """Return the model that the run of a run folder, export or checkpoint began with; None if unknown."""
+    """Return the initial model of the run of a run folder, export or checkpoint, or None if unknown."""
     folder = Path(named).expanduser().resolve()
     for path in (folder, *folder.parents[:3]):
         if RunFolder(path).is_used:
@@ -224,11 +225,11 @@ def _base_of(named: str) -> str | None:
 
 
 def export_checkpoint(checkpoint: Path, to: Path) -> None:
-    """Write a checkpoint's model to a folder in HuggingFace format, whole or not at all. Needs no GPU."""
+    """Export a checkpoint's model atomically in HuggingFace format. Needs no GPU."""
     if not (checkpoint / "model" / "config.json").is_file():
         raise PracticumError(
-            f"{checkpoint} holds no config and tokenizer: an older version wrote it. "
-            "Resume its run for a step, which writes one that does"
+            f"{checkpoint} was written by an older version and has no config and tokenizer: resume its run "
+            "for a step to write a complete one"
         )
     from practicum.learning.learner_checkpoint import read_weights
     from practicum.models.adapter_files import merge_checkpoint
@@ -251,7 +252,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
 
 
 def finish_export(aside: Path, to: Path, step: int, saved: int | None = None) -> None:
-    """Put a written export in its place, with the step it is of, readable as the umask says."""
+    """Move a written export to its final folder, with its step and the umask's permissions."""
     (aside / ORIGIN).write_text(json.dumps({"step": step, "saved": saved}) + "\n")
     follow_umask(aside)
     shutil.rmtree(to, ignore_errors=True)
@@ -259,7 +260,7 @@ def finish_export(aside: Path, to: Path, step: int, saved: int | None = None) ->
 
 
 def export_run(named: Path, step: int | None, best: bool, to: Path | None) -> tuple[Path, Path]:
-    """Return the checkpoint of a run that was asked for, and the folder that its model was written to."""
+    """Export a checkpoint of a run. Return the checkpoint and the folder."""
     if is_checkpoint(named) and step is None and not best:
         checkpoint = named.resolve()
     else:
@@ -274,7 +275,7 @@ def export_run(named: Path, step: int | None, best: bool, to: Path | None) -> tu
 
 def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
     if not run.is_used:
-        raise PracticumError(f"{run.path} is no run folder and no checkpoint: give what `train` wrote")
+        raise PracticumError(f"{run.path} is not a run folder or checkpoint written by `train`")
     checkpoints, best_path = Checkpoints(run.checkpoints), run.checkpoints / "best"
     steps = checkpoints.steps()
     missing = None
@@ -283,14 +284,14 @@ def _choose(run: RunFolder, step: int | None, best: bool) -> Path:
     elif best and not is_checkpoint(best_path):
         missing = "best checkpoint: set eval.every so that evaluations run during training"
     elif step is not None and step not in steps:
-        missing = f"checkpoint of step {step}: there are those of {', '.join(map(str, steps))}"
+        missing = f"checkpoint of step {step}, only of {', '.join(map(str, steps))}"
     if missing:
         raise PracticumError(f"{run.path} has no {missing}")
     return best_path.resolve() if best else checkpoints.path(steps[-1] if step is None else step)
 
 
 def _models_of(data: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Return each path of a recipe, or of its data, that names a model or its tokenizer, with the name."""
+    """Return the recipe paths that name a model or tokenizer, with the names."""
     paths = [("model", "path"), ("model", "tokenizer"), ("algorithm", "kl", "reference")]
     for where in (("teachers",), ("reward", "models")):
         for name in _get(data, where) or ():
@@ -313,7 +314,7 @@ def _put(section: Any, path: tuple[str, ...], value: str) -> Any:
 
 
 def _is_of(kept: str, named: Path) -> bool:
-    """Return True if a model that a run took is one of those that a run folder, or its best, may mean."""
+    """Return True if a resolved model is one that a run folder, or its best checkpoint, may stand for."""
     folder, named = Path(kept).resolve(), named.expanduser()
     run = folder.parent.parent if folder.parent.name == "exports" else folder.parent
     means = named.parent.parent if named.name == "best" else named
@@ -326,5 +327,5 @@ def _origin(export: Path) -> dict[str, Any]:
 
 
 def _saved_at(checkpoint: Path) -> int:
-    """Return what tells a checkpoint from another one of the same step that took its place."""
+    """Return a stamp that distinguishes a checkpoint from a later one of the same step."""
     return (checkpoint / "progress.json").stat().st_mtime_ns

@@ -1,6 +1,6 @@
-"""The sampling side of a step: prompts, sessions and rewards, until there are enough groups to train on.
+"""The sampling side of a step: prompts, sessions and rewards, until enough groups can be trained on.
 
-Sampling needs the weights that sample and nothing of the learner, so it may run while an earlier step trains.
+Sampling needs weights but not the learner, so it may run while an earlier step trains.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from practicum.trainer.samples import choose_prompts, mean_by_name
 
 TRAIN = "train"
 PASS_REWARD = 1.0
-"""A session with at least this reward is right."""
+"""Minimum reward of a correct session."""
 Metrics = dict[str, float]
 
 
 class StageTimer:
-    """Reports the stages of one step, and adds up their seconds."""
+    """Reports the stages of a step, and sums their seconds."""
 
     def __init__(self, number: int, recorder: Recorder | None, on_stage: Callable[[str], None]) -> None:
         self.number, self.recorder, self.on_stage = number, recorder, on_stage
         self.seconds: Metrics = {}
         self.stage = ""
-        """The last one that began."""
+        """The stage that started last."""
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
@@ -57,13 +57,13 @@ class StageTimer:
 
 @dataclass(slots=True)
 class SampledStep:
-    """A step on its sampling side: its first prompts are drawn, `StepSampler.sample` fills in the rest."""
+    """A step on its sampling side, with its first prompts. `StepSampler.sample` adds the rest."""
 
     number: int
     rollout: RolloutRole
-    """Who samples it, and has the prompts of its rows."""
+    """Roles that sample it, with the prompts of its rows."""
     version: int
-    """The version of the weights that sample it."""
+    """Version of the weights that sample it."""
     timer: StageTimer
     stream: dict[str, int]
     """The prompt stream's state before it."""
@@ -71,18 +71,19 @@ class SampledStep:
     recorded: int = 0
     """Prompts whose rows are recorded."""
     rolled: list[BatchRef] = field(default_factory=list)
-    """All its rollouts, with the rows that nothing is learnt from."""
+    """All rollouts, including rows that are not trained on."""
     batch: BatchRef = field(default_factory=lambda: BatchRef(TRAIN, (), ()))
     baselines: dict[int, float] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
 
     def rows(self) -> list[Key]:
-        """Everything that the store holds of it."""
+        """All keys of the step in the store."""
         return [key for batch in self.rolled for key in batch.keys]
 
 
 def keep_groups(groups: Sequence[Group], filters: bool, on_failure: OnFailure = "keep_rest") -> list[Group]:
-    """Return the groups to train on: with a signal, if `filters`, and without a failed session if dropped."""
+    """Return the groups to train on: with unequal rewards if `filters`, without failed sessions if
+    required."""
     drops = on_failure == "drop_group"
     return [g for g in groups if not (drops and g.has_failed) and not (filters and g.is_flat)]
 
@@ -90,7 +91,7 @@ def keep_groups(groups: Sequence[Group], filters: bool, on_failure: OnFailure = 
 def take_groups(groups: Sequence[Group], count: int, partition: str) -> tuple[BatchRef, dict[int, float]]:
     """Return the rows of the oldest `count` groups to train on, and rewards of greedy sessions by prompt.
 
-    The rows are ready, and not a baseline.
+    The rows are complete and exclude baselines.
     """
     oldest = sorted(groups, key=lambda group: group.prompt)[:count]
     rows = [row for group in oldest for row in group.rows]
@@ -100,22 +101,22 @@ def take_groups(groups: Sequence[Group], count: int, partition: str) -> tuple[Ba
 
 
 def keep_right(step: SampledStep) -> Metrics:
-    """Leave the answers of teachers that the task's rewards accept, and count them by teacher."""
+    """Keep the teachers' responses that the task's rewards accept, and count them by teacher."""
     answers, right = step.batch, step.batch.where(lambda _, tags: (tags.reward or 0.0) >= PASS_REWARD)
     kept, found = {key[:2] for key in right.keys}, Counter[str]()
     for name, teacher in {key[:2]: tags.teacher for key, tags in answers}.items():
         found[f"answers/{'accepted' if name in kept else 'rejected'}/{teacher}"] += 1
     if not right:
         raise PracticumError(
-            f"the rewards accept none of the teachers' {sum(found.values())} answers in this step (at least "
-            f"{PASS_REWARD:g} is right): check the teachers on these tasks, or raise rollout.samples"
+            f"none of the teachers' {sum(found.values())} responses in this step has a reward of at least "
+            f"{PASS_REWARD:g}: check the teachers on these tasks, or raise rollout.samples"
         )
     step.batch = right
     return {"answers/accepted": len(kept), "answers/rejected": sum(found.values()) - len(kept), **found}
 
 
 class StepSampler:
-    """Samples steps over a set of roles. Its state is the prompt stream."""
+    """Samples steps with a set of roles. Its state is the prompt stream."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class StepSampler:
     def begin(
         self, number: int, rollout: RolloutRole | None = None, version: int | None = None
     ) -> SampledStep:
-        """Draw a step's first prompts. Steps begin in order. By default the newest weights sample them."""
+        """Draw a step's first prompts. Steps start in order. By default, the newest weights sample them."""
         timer = StageTimer(number, self.recorder, self.on_stage)
         version = self.roles.version if version is None else version
         step = SampledStep(
@@ -151,7 +152,7 @@ class StepSampler:
         pass
 
     def _take(self, step: SampledStep, count: int) -> list[Prompt]:
-        """Return the next prompts of the stream, with their step and whether their rows are recorded."""
+        """Return the next prompts of the stream, marked with their step and if they are recorded."""
         prompts = self.stream.take(count)
         most = self.recipe.recorded_groups
         left = None if most is None else max(most - step.recorded, 0)
@@ -160,7 +161,7 @@ class StepSampler:
         return [replace(p, step=step.number, recorded=p.uid in chosen) for p in prompts]
 
     def sample(self, step: SampledStep) -> None:
-        """Roll out and score until enough complete groups are there, and take the oldest."""
+        """Roll out and score until enough groups are complete, and take the oldest."""
         recipe, needed, refills = self.recipe, self.recipe.train.prompts, 0
         step.metrics = {"epoch": step.prompts[0].epoch}
         if "demonstrate" in self.plan:
@@ -181,14 +182,16 @@ class StepSampler:
         if recipe.teachers_answer:
             later |= keep_right(step)
         if estimator_traits(recipe.algorithm.advantage).greedy_baseline:
-            # Groups whose greedy session failed are left out and counted.
+            # Groups with a failed greedy session are left out and counted.
             lost = {key.prompt for key in step.batch.keys} - set(step.baselines)
             step.batch = step.batch.where(lambda key, _: key.prompt in step.baselines)
             later["groups/without_baseline"] = len(lost)
         if not step.batch:
             raise PracticumError(nothing_left(groups, refills))
         if not any(tags.sampled_tokens for tags in step.batch.tags):
-            raise PracticumError("the student sampled no token in this step: the loop adds only given ones")
+            raise PracticumError(
+                "the student sampled no tokens in this step: the agent loop only inserted text"
+            )
         if filters:
             later["groups/short"] = needed - len({key.prompt for key in step.batch.keys})
         step.metrics = self._metrics(step, groups) | step.metrics | later
@@ -196,7 +199,7 @@ class StepSampler:
             step.metrics["teachers/overlap_fraction"] = hidden
 
     def _roll_out(self, step: SampledStep, prompts: list[Prompt]) -> list[Group]:
-        """Roll out and reward these prompts. Return the groups, with their rewards in the tags."""
+        """Roll out and score these prompts. Return the groups, with rewards in the tags."""
         attempts = training_attempts(self.recipe, prompts, self.roles.stop)
         with step.timer.run("rollout"):
             rolled = step.rollout.rollout(attempts, TRAIN, seed=self.recipe.seed)
@@ -218,7 +221,7 @@ class StepSampler:
 
 
 def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int]) -> list[Attempt]:
-    """Return the sessions of each prompt, and a greedy one if the advantage estimator needs a baseline."""
+    """Return the sessions of each prompt, plus a greedy one if the advantage estimator needs a baseline."""
     rollout = recipe.rollout
     drawn = Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -235,7 +238,7 @@ def training_attempts(recipe: Recipe, prompts: list[Prompt], stop: frozenset[int
 
 
 def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, from tags alone. `tags` has one entry per session."""
+    """Compute the metrics of a step's rollouts from tags. `tags` has one entry per session."""
     tags = list(tags)
     ready = [t for t in tags if t.status == "ready"]
     judged = [(t, t.reward) for t in ready if t.reward is not None]

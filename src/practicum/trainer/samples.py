@@ -1,4 +1,4 @@
-"""Sessions as people and programs read them: lines of samples.jsonl and eval.jsonl, and failures in words."""
+"""Write sessions as rows of samples.jsonl and eval.jsonl, and summarise failures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from practicum.user_code import shorten
 
 Row = tuple[Key, Tags, Transcript]
 _COUNTED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors")
-"""Tags whose sums over a session's trajectories are recorded."""
+"""Tags that are summed over a session's trajectories."""
 _REASONS, _TRACES, _LINES, _CHARS = 5, 100, 12, 300
-"""Reasons in the summary of failures, tracebacks in the log, and their lines on the screen."""
+"""Maximum reasons in the summary of failures, tracebacks in the log, and lines of each on the screen."""
 
 
 class StepSamples:
@@ -31,10 +31,10 @@ class StepSamples:
         self.answers: list[dict[str, Any]] = []
         self.distributions: dict[str, list[float]] = {}
         self.for_trackers = False
-        """True if distributions are collected too."""
+        """True to collect distributions too."""
 
     def rolled_out(self, step: int, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
-        """Add the recorded groups of a rollout, of which a step may have several."""
+        """Add the recorded groups of a rollout. A step may have several rollouts."""
         self.answers += describe(step, self.roles, batch.where(lambda _, tags: tags.recorded), prompts)
         if self.for_trackers:
             ready = [tags for tags in session_tags(batch) if tags.status == "ready"]
@@ -58,9 +58,9 @@ class StepSamples:
 
 
 class Failures:
-    """Counts failed sessions by reason. Reasons that differ only in numbers are one.
+    """Counts failed sessions by reason. Reasons that differ only in numbers are counted together.
 
-    `say` gets the first of each reason, for the screen; `log` each failure, and each traceback once.
+    `say` receives the first failure of each reason, `log` all failures, and each traceback once.
     """
 
     def __init__(self, say: Callable[[str], None], log: Callable[[str], None]) -> None:
@@ -84,7 +84,7 @@ class Failures:
                 self._log(f"traceback of {key}:\n{tags.trace}")
 
     def _report(self, whose: str, reason: str, trace: str | None) -> str:
-        """Say a reason that is new, with the end of its traceback; return its kind."""
+        """Print a new reason with the end of its traceback, and return its kind."""
         kind = re.sub(r"\d+", "#", reason)
         if kind not in self._first:
             self._first[kind] = reason
@@ -93,7 +93,7 @@ class Failures:
         return kind
 
     def summary(self) -> list[str]:
-        """Return how many sessions failed, by reason, the most frequent first."""
+        """Return messages with the number of failed sessions by reason, the most frequent first."""
         ordered = self._counts.most_common()
         lines = [f"failed {count}×: {self._first[kind]}" for kind, count in ordered[:_REASONS]]
         if rest := ordered[_REASONS:]:
@@ -112,7 +112,7 @@ def mean_by_name(named: Iterable[tuple[str, float]]) -> dict[str, float]:
 def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -> set[int]:
     """Return `count` of these prompts, or all if `count` is None. `tasks` has the task of each uid.
 
-    The tasks take turns, in the order of their names from number `turn` on; prompts of a task are in order.
+    The tasks take turns in order of their names, starting with number `turn`. Prompts of a task are in order.
     """
     by_task: dict[str, list[int]] = {}
     for prompt in sorted(tasks):
@@ -126,7 +126,7 @@ def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -
 
 
 def describe(step: int, roles: Roles, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> list[dict[str, Any]]:
-    """Return a line for each session of a batch, in its order; the batch has all rows of its sessions."""
+    """Return a row for each session of a batch, in order. The batch must hold all rows of its sessions."""
     sessions: dict[tuple[int, ...], list[Row]] = {}
     for (key, tags), transcript in zip(batch, roles.transcripts(batch), strict=True):
         sessions.setdefault(key[:2], []).append((key, tags, transcript))
@@ -134,14 +134,14 @@ def describe(step: int, roles: Roles, batch: BatchRef, prompts: Mapping[Key, Pro
 
 
 def _described(step: int, rows: Sequence[Row], prompt: Prompt) -> dict[str, Any]:
-    """Describe one session: its answer is its last trajectory, counts are of all of them."""
+    """Describe a session. The response is its last trajectory, counts are over all trajectories."""
     key, tags, last = rows[-1]
     expected, trajectories = prompt.answer, None
     try:
         json.dumps(expected, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         expected = str(expected)
-    if len(rows) > 1 or len(last.spans) > 1:  # else prompt and response show it
+    if len(rows) > 1 or len(last.spans) > 1:  # otherwise prompt and response suffice
         trajectories = [
             {"prompt": text.prompt, "spans": list(text.spans), "finish": tags.finish}
             for _, tags, text in rows

@@ -1,4 +1,4 @@
-"""Write checkpoints: every N steps, by the clock, and of the last finished step after an error."""
+"""Write checkpoints: every N steps, every 10 minutes, and of the last finished step after an error."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from practicum.trainer.run_folder import RunFolder
 from practicum.trainer.step import StepRunner
 
 EVERY_MINUTES = 10
-"""Minutes after which the next finished step is kept in a checkpoint."""
+"""Minutes between checkpoints."""
 
 
 class Saver:
-    """Write the checkpoints of one run. A checkpoint is of a mark between two steps, never within a step."""
+    """Writes the checkpoints of a run. A checkpoint is of a mark between two steps."""
 
     def __init__(self, rules: Checkpoint, folder: RunFolder, roles: Roles, runner: StepRunner) -> None:
         self.rules, self.folder, self.roles, self.runner = rules, folder, roles, runner
@@ -30,13 +30,13 @@ class Saver:
         self._mark = Progress()
         self._random: dict[str, Any] = {}
         self._updates: tuple[int, ...] = ()
-        """Optimizer steps begun at the mark: while there are no more, the roles hold what they held."""
+        """Number of optimizer steps at the mark. While it is unchanged, the roles' state is the mark's."""
         self._failed: int | None = None
-        """The step whose checkpoint could not be written."""
+        """Step whose checkpoint could not be written."""
         self._saved_at = time.monotonic()
 
     def mark(self, progress: Progress, seconds: float) -> None:
-        """Note the state of the run between two steps. `seconds` is its duration so far."""
+        """Mark the state of the run between two steps. `seconds` is its duration so far."""
         roles = self.roles
         progress.version, progress.kl = roles.version, roles.kl_state()
         progress.stream = self.runner.sampling.stream_state(progress.step + 1)
@@ -56,9 +56,9 @@ class Saver:
         return by_clock or (self.rules.every > 0 and step % self.rules.every == 0)
 
     def save(self, *, rows: bool = True) -> None:
-        """Write a checkpoint of the mark. The roles must still hold what they held then."""
+        """Write a checkpoint of the mark. The state of the roles must not have changed since."""
         began, step = time.perf_counter(), self._mark.step
-        # With a lag, sessions of later steps run on: only the rows of those that are done now are written.
+        # With a lag, later steps keep sampling. Only rows that are done now are written.
         done = [rollout.done_rows() for rollout in self.roles.rollouts] if rows else []
         keys = [key for keys, _ in done for key in keys]
         window = {"done": keys, "rewarded": [name for _, names in done for name in names]}
@@ -78,10 +78,10 @@ class Saver:
         self.folder.log(f"checkpoint {path.name} in {time.perf_counter() - began:.2f} s")
 
     def rescue(self) -> None:
-        """After an error, write a checkpoint of the mark, unless it exists or nothing was trained yet.
+        """After an error, write a checkpoint of the mark, unless it exists or no step was trained.
 
-        Raise a PracticumError if the weights have changed since the mark. Without a lag the checkpoint has no
-        rows: the failed step is sampled again.
+        Raise PracticumError if the weights have changed since the mark. Without a lag, the checkpoint has no
+        rows, and the failed step is sampled again.
         """
         if self._mark.step in (0, self._failed, *self.checkpoints.steps()):
             return
@@ -93,4 +93,4 @@ class Saver:
 def crash_cost(rules: Checkpoint, steps: int) -> str:
     steps_lost = f"{rules.every} steps or " if rules.every and rules.every < steps else ""
     killed = f"at most {steps_lost}{EVERY_MINUTES} minutes and a step"
-    return f"a crash: an error costs the current step; kill -9, or an error amid an update, {killed}"
+    return f"a crash: an error loses the current step; kill -9, or an error during an update, {killed}"

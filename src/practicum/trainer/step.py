@@ -1,9 +1,9 @@
 """One training step, from prompts to new weights. Read `StepRunner.step` first.
 
-A step is a chain of stages. Which of them run, what they read and write and who runs them is in the plan
-(`roles/stage_table.py`). Each stage is a method in the file of `roles/` that the table names, and the runtime
-(`runtime/`) says where it runs. This module holds keys and tags only. A step has two sides: `sample_step.py`
-samples its batch, and here it is trained on.
+A step is a chain of stages. The plan (`roles/stage_table.py`) lists the stages to run, their reads and
+writes, and the roles that run them. Each stage is a method in the file of `roles/` that the table names, and
+the runtime (`runtime/`) decides where it runs. This module holds keys and tags only. `sample_step.py` samples
+a step's batch, and this module trains on it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTime
 
 
 class Sampling(Protocol):
-    """The sampling side of steps, which begin in order: `StepSampler`, or `Window` if it runs ahead.
+    """The sampling side of steps: `StepSampler`, or `Window` if sampling runs ahead.
 
-    `begin` draws the first prompts of a step, and `sample` returns when it has a batch to train on. `move`
-    tells that so many steps are trained and their rows cleared. `stream_state` is before the step's prompts.
+    `begin` draws the first prompts of a step, in order of steps. `sample` returns when the step has a batch.
+    `move` reports the number of trained steps, whose rows are cleared. `stream_state` is the state before the
+    step's prompts.
     """
 
     def begin(self, number: int) -> SampledStep: ...
@@ -44,7 +45,7 @@ class Sampling(Protocol):
 
 
 class StepRunner:
-    """Runs steps over a set of roles, in order. Its state is that of the sampling side."""
+    """Runs steps in order with a set of roles. Its state is that of the sampling side."""
 
     def __init__(
         self,
@@ -59,20 +60,21 @@ class StepRunner:
         on_rolled: Callable[[SampledStep], None] = lambda step: None,
         on_batch: Callable[[BatchRef], None] = lambda batch: None,
     ) -> None:
-        """`on_rolled` gets each step when it is sampled, or when that failed.
+        """`on_rolled` receives each step after sampling, even if sampling failed.
 
-        `on_batch` gets the batch before the first update: a trained step can't be undone if that fails.
+        `on_batch` receives the batch before the first update, because a trained step can't be undone if it
+        raises.
         """
         self.recipe, self.plan, self.roles, self.sampling = recipe, plan, roles, sampling
         self.watch, self.recorder = watch, recorder
         self.on_stage, self.on_rolled, self.on_batch = on_stage, on_rolled, on_batch
         self.learnt: tuple[int, Metrics] | None = None
-        """The current step and its metrics so far, once its update is done and can't be undone."""
+        """The current step and its metrics so far, once its update is done."""
         self.next_prompt: int | None = None
-        """The prompt after the last one of the newest step; None before a step was taken."""
+        """Index of the next prompt after the newest step, or None before the first step."""
 
     def step(self, number: int) -> Metrics:
-        """Sample, train, and leave the store as it was. Returns the step's metrics."""
+        """Sample, train and clear the store. Return the step's metrics."""
         began, self.learnt = time.perf_counter(), None
         self.watch.fired.clear()
         self.roles.refresh_copies(number)
@@ -115,7 +117,8 @@ class StepRunner:
         return metrics | {"time/step": time.perf_counter() - began}
 
     def restore(self, learnt: int, window: Mapping[str, Any]) -> None:
-        """Continue after step `learnt` with what a checkpoint kept of later ones; the store has its rows."""
+        """Continue after step `learnt`, with a checkpoint's state of later steps. The store holds their
+        rows."""
         done = {Key(*key) for key in window.get("done", [])}
         rewarded = {tuple(name) for name in window.get("rewarded", [])}
         held = self.roles.store.batch(TRAIN)
@@ -144,7 +147,7 @@ class StepRunner:
         self.watch("groups", invariants.drawn(uids, sampled.rolled, sampled.batch, filters=filters))
 
     def _take_report(self, stage: StageSpec, step: StepInfo, report: Any) -> tuple[StepInfo, Metrics]:
-        """Return the step as the next stages get it, and the stage's metrics."""
+        """Return the step for the next stages, and the stage's metrics."""
         if isinstance(report, BatchRef):
             batch = BatchRef.concat([step.batch, report])
             metrics = {"padding/rows": len(report), "padding/share": len(report) / len(batch)}
@@ -160,5 +163,5 @@ class StepRunner:
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the same numbers under `prefix/`, but those whose names have a prefix."""
+    """Add `prefix/` to the names without a prefix."""
     return {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -28,11 +28,11 @@ from practicum.tasks.stream import make_stream
 from practicum.user_code import short_repr
 
 _SESSION_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
-_RESPONSE = "a made-up answer"
+_RESPONSE = "a made-up response"
 
 
 def check_parts(recipe: Recipe) -> list[str]:
-    """Try the user's parts and return a sentence on them. RecipeError for one that can't be used."""
+    """Try the user's parts, and return a message. Raise RecipeError for an unusable part."""
     parts = list(parts_of(recipe))
     for kind, name in parts:
         about = PARTS[kind]
@@ -41,13 +41,13 @@ def check_parts(recipe: Recipe) -> list[str]:
     names = [short_name(use) for use in recipe.checks.own]
     if twice := [name for name in names if name in CHECKS or names.count(name) > 1]:
         found = f"a second check named {twice[0]}"
-        raise RecipeError("checks.own", found, "different names", "call its function something else")
+        raise RecipeError("checks.own", found, "different names", "rename one of the functions")
     shown = ", ".join(f"{PARTS[kind].key} {name.rpartition('/')[2]}" for kind, name in parts)
-    return [f"parts of your own that can be used: {shown}"] if parts else []
+    return [f"custom parts, each called once: {shown}"] if parts else []
 
 
 def parts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield kind and name of the user's parts that a recipe runs. Tasks and the plan find theirs."""
+    """Yield kind and name of the user's parts that a recipe runs, except tasks and stages."""
     algorithm, train, distill = recipe.algorithm, recipe.train, recipe.distill
     if recipe.has_advantage_estimator and algorithm.advantage not in ESTIMATORS:
         yield "advantage", algorithm.advantage
@@ -67,9 +67,9 @@ def parts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def try_rewards(recipe: Recipe) -> list[str]:
-    """Score a made-up answer to a real prompt of each task. A function that fails is a RewardError.
+    """Score a made-up response to a prompt of each task. Raise RewardError if a function fails.
 
-    With reward.on_error skip, a failure is reported and does not stop.
+    With reward.on_error skip, failures are only reported.
     """
     rewards, findings = RewardFunctions(recipe.tasks, recipe.reward), []
     for name, task in recipe.tasks.items():
@@ -90,7 +90,7 @@ def try_rewards(recipe: Recipe) -> list[str]:
                 response_tokens=3,
                 turns=(_RESPONSE,),
             )
-            # A function of a batch must return a number for each: with one sample a wrong one may look right.
+            # With a single sample, a wrong result of a batch function could look right.
             for prompt in stream.take(1 if rewards.divides(name) else 2)
         ]
         seconds = sum(spec.timeout_s for spec in specs) + 5.0
@@ -103,7 +103,7 @@ def try_rewards(recipe: Recipe) -> list[str]:
 def _try(
     kind: str, call: Callable[..., Any], algorithm: Algorithm, train: Train, distill: Distill | None
 ) -> str | None:
-    """Call a part of this kind. Return what is wrong with its result, or None."""
+    """Call a part of this kind. Return a description of a wrong result, or None."""
     random = torch.Generator().manual_seed(0)
     values_N, others_N = (torch.randn(len(_SESSION_N), generator=random) for _ in range(2))
     leaf, mask_N = values_N.clone().requires_grad_(), _SESSION_N >= 0
@@ -141,7 +141,7 @@ def _try(
             if fault := _fault(terms, "value", p):
                 return fault
             (slope,) = torch.autograd.grad(terms.value.sum(), p)
-            # A term that is the same for all buckets falls out of the student's gradient.
+            # A term that is equal for all buckets cancels in the student's gradient.
             gap = terms.pull - p * slope
             off = float((gap - p * gap.sum(-1, keepdim=True)).detach().abs().max())
             return None if off < 1e-6 else f"a pull that differs from p d(value)/dp by {off:.2g}"
@@ -170,9 +170,9 @@ def _try(
 
 
 def _fault(result: Any, name: str, given: Tensor) -> str | None:
-    """Return what is wrong with an attribute of a result, or with all of it: a number for each of `given`.
+    """Check that a result, or its attribute `name`, has one number for each of `given`, and describe a fault.
 
-    If `given` has a gradient, so has the result.
+    If `given` requires a gradient, the result must too.
     """
     values, name = (getattr(result, name, None), name) if name else (result, "its result")
     if not isinstance(values, Tensor) or values.shape != given.shape or not values.is_floating_point():

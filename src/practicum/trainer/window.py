@@ -1,17 +1,17 @@
-"""With a lag: steps are sampled ahead of the learner, each in its own thread.
+"""Sample steps ahead of the learner (rollout.lag), each in a separate thread.
 
-Which weights sample which step, and which steps are in flight, is decided by the recipe, never by the clock.
+The recipe alone determines which weights sample which step and which steps are in flight, not timing.
 
-Weights s are those after step s; weights 0 are the start. Step t, from 1 on, changes weights t - 1 into
-weights t. Its batch is sampled by weights t - 1 - lag, or by weights 0 while there are no such:
+Weights s are those after step s, and weights 0 the initial ones. Step t ≥ 1 updates weights t - 1 to weights
+t. Its batch is sampled with weights max(0, t - 1 - lag):
 
     lag 2     step 1   step 2   step 3   step 4   step 5
     sampled   0        0        0        1        2         by these weights
     trains    0        1        2        3        4         these weights
     stale     0        1        2        2        2         steps
 
-So while the learner works on step t, steps t + 1 to t + lag are sampled: the weights of all are there.
-Batches are taken in order, and none is left out, however long it takes.
+While the learner works on step t, steps t + 1 to t + lag are sampled, as their weights exist. Batches are
+trained on in order, and none is dropped.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from practicum.tasks.stream import PromptStream
 from practicum.trainer.sample_step import SampledStep, StepSampler
 
 TELL_S, TELL_MOST_S = 5.0, 60.0
-"""First and longest interval between messages about what the learner waits for; it doubles."""
+"""First and maximum interval between 'learner is waiting' messages (exponential backoff)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of a run with this lag and number of steps."""
+    """The schedule of a run with this lag and number of steps."""
 
     lag: int
     steps: int
@@ -45,11 +45,11 @@ class Schedule:
         return max(0, step - 1 - self.lag)
 
     def copy_of(self, step: int) -> int:
-        """Return which of lag + 1 copies samples a step; weights s > 0 are always in copy s % (lag + 1)."""
+        """Return which of lag + 1 copies samples a step. Weights s > 0 are always in copy s % (lag + 1)."""
         return step % (self.lag + 1)
 
     def under_way(self, learnt: int) -> range:
-        """Return the steps that may be sampled once this many are trained: the weights of each exist."""
+        """Return the steps whose weights exist after `learnt` steps, so that they can be sampled."""
         return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
 
 
@@ -71,27 +71,27 @@ class Window:
         on_stage: Callable[[str], None] = lambda name: None,
         on_wait: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`on_wait` gets what the learner waits for, repeatedly while it does."""
+        """`on_wait` receives a message about what the learner waits for, repeatedly while it waits."""
         recipe = sampler.recipe
         self.sampler, self.roles = sampler, sampler.roles
         self.schedule = Schedule(recipe.rollout.lag, recipe.train.steps)
         self.on_stage, self.on_wait = on_stage, on_wait
         shares_engine = recipe.sampling_engines == 1
-        # The refills of a step decide where the next one's prompts begin; and an engine of all steps takes
-        # the weights of each in turn.
+        # The refills of a step determine where the next one's prompts begin, and a shared engine loads the
+        # weights of each step in turn.
         self._one_by_one = recipe.refills > 0 or shares_engine
-        # An evaluation may have its turn before a step, on an engine of all steps.
+        # On a shared engine, an evaluation may precede a step.
         self._deadline_s = recipe.sampling_s * (2 if shares_engine else 1)
         self._under_way: dict[int, _UnderWay] = {}
         self._learnt = self._begun = 0
         self._published: dict[int, float] = {}
-        """When weights were published, by the step that they are after."""
+        """Publication time of weights, by step."""
         self._changed = threading.Condition()
         self._scope = WorkScope()
         self._draw_error: BaseException | None = None
 
     def begin(self, number: int) -> SampledStep:
-        """Return the next step that the learner needs: it is in flight, or sampled already."""
+        """Return the learner's next step, which is in flight or already sampled."""
         self.on_stage("waiting for its sessions")
         self.move(number - 1)
         if number not in self._under_way and self._draw_error is not None:
@@ -99,7 +99,7 @@ class Window:
         return self._under_way[number].step
 
     def sample(self, step: SampledStep) -> None:
-        """Wait until a step is sampled; raise what went wrong there."""
+        """Wait until a step is sampled. Raise its error if sampling failed."""
         under_way, began = self._under_way[step.number], time.perf_counter()
         deadline, patience = under_way.began + self._deadline_s, TELL_S
         with self._changed:
@@ -110,7 +110,7 @@ class Window:
                 patience = min(2 * patience, TELL_MOST_S)
         if under_way.error is not None:
             raise under_way.error
-        # Steps from the weights of each row's oldest token to those that it trains.
+        # Number of updates between the weights of each row's oldest token and the trained weights.
         first, trains = self.schedule.weights_of(step.number), step.number - 1
         steps = {self.roles.version_of(s): s for s in range(trains, first - 1, -1)}
         stale = [trains - steps.get(tags.version_min, first - 1) for tags in step.batch.tags]
@@ -118,7 +118,7 @@ class Window:
         step.timer.seconds["waited"] = time.perf_counter() - began
 
     def move(self, trained: int) -> None:
-        """Begin what the schedule allows once this many steps are trained and their weights published."""
+        """Start the steps that can be sampled after `trained` steps are trained and published."""
         with self._changed:
             self._learnt, self._begun = trained, max(self._begun, trained)
             self._published.setdefault(trained, time.monotonic())
@@ -132,7 +132,7 @@ class Window:
             return self.sampler.stream.state_dict() if under_way is None else under_way.step.stream
 
     def threads(self) -> list[threading.Thread]:
-        """Return the threads that sample; each ends when its step is sampled."""
+        """Return the sampling threads. Each ends when its step is sampled."""
         return [under_way.thread for under_way in list(self._under_way.values()) if under_way.thread]
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Window:
             thread.join(UNWIND_S)
 
     def _begin_next(self) -> None:
-        """Begin the steps, in order, whose weights exist; the lock is held."""
+        """Start, in order, the steps whose weights exist. The caller holds the lock."""
         if self._scope.is_cancelled or self._draw_error is not None:
             return
         for number in self.schedule.under_way(self._learnt):
@@ -168,14 +168,16 @@ class Window:
                 if published := self._published.pop(weights, None) if weights else None:
                     step.timer.seconds["publish_lag"] = time.monotonic() - published
                 self.sampler.sample(step)
-        except BaseException as error:  # raised by `sample`, in the step's turn
+        except BaseException as error:  # `sample` raises it in the step's turn
             under_way.error = error
         with self._changed:
             under_way.is_done = True
             if self._one_by_one and under_way.error is None:
                 try:
                     self._begin_next()
-                except BaseException as error:  # of drawing the next step's prompts: raised by its `begin`
+                except (
+                    BaseException
+                ) as error:  # drawing the next step's prompts failed, and its `begin` raises this
                     self._draw_error = error
             self._changed.notify_all()
 
@@ -198,7 +200,7 @@ def make_sampling(
     on_stage: Callable[[str], None] = lambda name: None,
     on_wait: Callable[[str], None] = lambda sentence: None,
 ) -> Window | StepSampler:
-    """Return the sampling side of a run, which is ahead of the learner if the recipe has a lag."""
+    """Return the sampling side of a run, which runs ahead of the learner if the recipe has a lag."""
     if not recipe.rollout.lag:
         return StepSampler(recipe, plan, roles, stream, recorder, on_stage)
     return Window(StepSampler(recipe, plan, roles, stream, recorder), on_stage, on_wait)

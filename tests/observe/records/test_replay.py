@@ -32,7 +32,7 @@ def test_the_same_recipe_gives_the_same_update_bit_for_bit(whole_run: Path):
             app, ["replay", str(whole_run), "--step", str(step)], catch_exceptions=False
         )
         assert result.exit_code == 0, result.output
-        assert f"step {step} learnt again from 16 recorded rows: all recorded columns" in result.output
+        assert f"step {step} repeated from 16 recorded rows: all recorded columns" in result.output
         assert "and the weights of the checkpoint are those of the run" in result.output
 
 
@@ -66,7 +66,7 @@ def test_other_rewards_give_other_numbers(whole_run: Path, tmp_path: Path):
     Recorder(RecordPlace(run / "record", "local")).add("reward", batch, {"reward_tokens": rewards})
     found = replay_step(run, 2)
     assert not found.is_equal
-    assert "the numbers are not those of the run" in replay_text(found)
+    assert "numbers differ" in replay_text(found)
     assert found.same.weights_equal is False
     assert any(note.startswith("check advantages") for note in found.notes), "a check that fires is reported"
 
@@ -102,9 +102,7 @@ def test_what_cannot_be_replayed_is_a_sentence(whole_run: Path, tmp_path: Path):
         replay_step(whole_run, 2, ["algorithm.loss=pop_clip"])
     copy = shutil.copytree(whole_run, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "step-000001")
-    with pytest.raises(
-        PracticumError, match=r"starts from the checkpoint of step 1, and .* has checkpoints of 2"
-    ):
+    with pytest.raises(PracticumError, match=r"needs the checkpoint of step 1, but .* has checkpoints of 2"):
         replay_step(copy, 2)
     some = recorded_run(tmp_path / "some", "track.record=1", "train.steps=1")
     with pytest.raises(PracticumError, match=r"track.record: 1\): a replay needs all"):

@@ -101,10 +101,10 @@ def test_arguments_are_put_into_their_types(given_days: Any, days: int):
         ({"city": "a", "town": "b"}, "unknown parameter 'town': weather takes city, days, exact."),
         ({"city": None}, "parameter city must be text, found None."),
         ({"city": ["a"]}, "parameter city must be text, found ['a']."),
-        ({"city": "a", "days": "many"}, "parameter days must be a whole number, found 'many'."),
-        ({"city": "a", "days": 1.5}, "parameter days must be a whole number, found 1.5."),
-        ({"city": "a", "days": True}, "parameter days must be a whole number, found True."),
-        ({"city": "a", "days": "1e999"}, "parameter days must be a whole number, found '1e999'."),
+        ({"city": "a", "days": "many"}, "parameter days must be an integer, found 'many'."),
+        ({"city": "a", "days": 1.5}, "parameter days must be an integer, found 1.5."),
+        ({"city": "a", "days": True}, "parameter days must be an integer, found True."),
+        ({"city": "a", "days": "1e999"}, "parameter days must be an integer, found '1e999'."),
         ({"city": "a", "exact": 1}, "parameter exact must be true or false, found 1."),
     ],
 )
@@ -145,6 +145,6 @@ def test_mistakes_in_the_recipe_are_told_where_they_are():
     assert "a second tool named clock" in str(problem(":clock", ":clock"))
     assert "did you mean" in str(problem(":wether"))
     assert problem(":NOT_A_FUNCTION").expected == "a function"
-    assert "write out the parameters" in str(problem(":packed"))
+    assert "declare each parameter" in str(problem(":packed"))
     assert "str, int, float, bool, list or dict" in str(problem(":odd"))
     assert "Nowhere" in str(problem(":unknown_type"))

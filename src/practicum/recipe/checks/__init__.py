@@ -1,1 +1,1 @@
-"""What can't work together, and what would be ignored in silence."""
+"""Find combinations of keys that can't work, and keys that would be ignored."""

@@ -1,4 +1,4 @@
-"""Models that an engine can't compute, by the traits of `ENGINES`, and devices that a cluster can't give."""
+"""Check engines against the models they run, and the devices they need against the cluster's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
             found = f"{engine} with a copy of a student that has an adapter"
             yield RecipeError(f"{path}.engine", found, "another engine")
         if recipe.distill is not None and recipe.distill.signal == "full" and not able.hidden_states:
-            advice = "it returns no hidden states: set distill.signal to top_k or sampled, or another engine"
+            advice = (
+                "it returns no hidden states: set distill.signal to top_k or sampled, or use another engine"
+            )
             found = f"full with {path}.engine {engine}"
             yield RecipeError("distill.signal", found, "top_k or sampled", advice)
         if recipe.on_ray and teacher.engine_devices > 1 and not teacher.scores_during_rollout:
@@ -55,14 +57,14 @@ def _computes(
 
 
 def _several_devices(choice: EngineChoice, replicas: int | None, pool: Pool | None) -> Iterator[RecipeError]:
-    """An engine of several devices has them for itself, on one machine."""
+    """Check that an engine on several devices has a pool for itself, on one machine."""
     devices, key = choice.engine_devices, f"rollout.{choice.devices_key}"
     if pool is None:
         advice = f"engines share the learner's devices, one each: add pools.rollout: {{devices: {devices}}}"
         yield RecipeError(key, f"{devices} without pools.rollout", "1, or a separate pool", advice)
     elif pool.devices % devices:
         found = f"{devices} with {pool.devices} devices on each node of pools.rollout"
-        yield RecipeError(key, found, "a number that divides them: an engine is on one machine")
+        yield RecipeError(key, found, "a number that divides them, because an engine runs on one machine")
     elif replicas not in (None, pool.total // devices):
         found = f"{replicas} engines of {devices} devices"
         expected = f"{pool.total // devices}, as many as fit pools.rollout"
@@ -70,7 +72,7 @@ def _several_devices(choice: EngineChoice, replicas: int | None, pool: Pool | No
 
 
 def _folder_heads(path: str | None) -> Heads | None:
-    """Attention heads and KV heads; None if they are not known yet."""
+    """Return the numbers of attention heads and KV heads, or None for a model that is not on this disk."""
     config = folder_config(path)
     text = config.get("text_config") or config
     queries = text.get("num_attention_heads")
@@ -78,13 +80,12 @@ def _folder_heads(path: str | None) -> Heads | None:
 
 
 def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield every problem of a recipe that runs on a cluster, and of its optimizer."""
+    """Yield every problem of the cluster's pools and of the optimizer's placement."""
     train, ranks = recipe.train, recipe.data_parallel
     if train.optimizer == "adamw_8bit" and ranks > 1:
         found = f"adamw_8bit with {ranks} data-parallel ranks (pools.train)"
         advice = (
-            "blocks of 256 numbers share a scale, and the cut between ranks does not follow them: use one "
-            "rank, or adamw with train.offload"
+            "shards of ranks would split its blocks of 256 values: use one rank, or adamw with train.offload"
         )
         yield RecipeError("train.optimizer", found, "adamw", advice)
     if train.optimizer == "adamw_8bit" and recipe.model.dtype == "float64":
@@ -93,7 +94,7 @@ def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
         found = "host with model.device cpu, whose memory is the host's"
         yield RecipeError("train.offload", found, "none")
     if not recipe.on_ray:
-        return  # what a recipe says of a cluster is for the runs that have one
+        return  # keys of a cluster may stay in local runs
     devices = {"model": recipe.model.device}
     devices |= {path: model.device for path, model in recipe.own_models.items()}
     for path, device in devices.items():
@@ -105,6 +106,6 @@ def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
         advice = "engines can't share the learner's devices while it works: add rollout: {devices: 1}"
         yield RecipeError("pools.rollout", f"none with rollout.lag {lag}", "a pool of devices", advice)
     if pool is not None and recipe.rollout.engine_devices == 1 and replicas < pool.total:
-        advice = "a device without an engine would stay idle: lower pools.rollout, or remove rollout.replicas"
+        advice = "some devices would stay idle: lower pools.rollout, or remove rollout.replicas"
         found = f"{replicas} with {pool.nodes} × {pool.devices} devices in pools.rollout"
         yield RecipeError("rollout.replicas", found, f"at least {pool.total}", advice)

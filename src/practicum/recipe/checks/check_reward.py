@@ -1,4 +1,4 @@
-"""Rewards that judge nothing, and reward models that can't judge."""
+"""Check reward functions and reward models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
         yield from check_url(path, model.url)
         yield from check_device(path, model.device)
         if model.weight == 0:
-            expected, advice = "a weight that is not 0", "remove a model that counts nothing"
+            expected, advice = "a weight that is not 0", "remove the model if it should not count"
             yield RecipeError(f"{path}.weight", "0", expected, advice)
         if model.kind == "judge":
             yield from _question(f"{path}.prompt", model.prompt)
@@ -46,4 +46,4 @@ def _question(path: str, text: str) -> Iterator[RecipeError]:
     if unknown := [field for field in fields if field not in ("prompt", "response", "answer")]:
         yield RecipeError(path, f"the field {{{unknown[0]}}}", expected, "no other field is filled in")
     elif "response" not in fields:
-        yield RecipeError(path, "no {response}", expected, "the judge would not see the answer")
+        yield RecipeError(path, "no {response}", expected, "the judge would not see the response")

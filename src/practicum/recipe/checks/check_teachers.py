@@ -1,4 +1,4 @@
-"""Teachers that can't teach: not reached in one way, duplicates or ill-formed."""
+"""Check teachers: each has exactly one source, no duplicates, and valid targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IDENTITY = ("model", "adapter", "url", "student", "prompt_prefix", "tokenizer",
 
 
 def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield every problem of the teachers themselves, and of teachers and distill without one another."""
+    """Yield every problem of the teachers, and teachers or distill without the other."""
     teachers, distill = recipe.teachers, recipe.distill
     if recipe.is_supervised and distill:
         found, expected = "distill with algorithm.loss supervised", "another algorithm.loss"
@@ -25,7 +25,7 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
     elif recipe.teachers_answer:
         yield from _answering(recipe)
     elif teachers and distill is None:
-        advice = "add distill: {} to learn from them by the defaults, or remove them"
+        advice = "add distill: {} for the defaults, or remove the teachers"
         yield RecipeError("teachers", f"{', '.join(teachers)} without distill", "a distill section", advice)
     elif distill is not None and not teachers:
         advice = "add one, such as teachers: {math: {model: runs/math/export}}, or remove distill"
@@ -38,16 +38,16 @@ def check_teachers(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def _answering(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield teachers that can't sample answers for supervised training."""
+    """Yield teachers that can't sample responses for supervised training."""
     if recipe.on_ray:
-        found, advice = "teachers that answer with runtime.kind ray", "set runtime.kind: local"
-        yield RecipeError("teachers", found, "teachers that answer in this process", advice)
+        found, advice = "teachers that sample responses with runtime.kind ray", "set runtime.kind: local"
+        yield RecipeError("teachers", found, "teachers in this process", advice)
     for name, teacher in recipe.teachers.items():
         keys = ("url", "adapter", "student", "prompt_prefix", "target")
         unfit = [key for key in keys if getattr(teacher, key) is not None]
         unfit += ["engine"] * (teacher.engine != "torch")
         if unfit:
-            found = f"{unfit[0]} of a teacher that answers (algorithm.loss supervised)"
+            found = f"{unfit[0]} of a teacher that samples responses (algorithm.loss supervised)"
             advice = "merge an adapter into its base first" if "adapter" in unfit else f"remove {unfit[0]}"
             yield RecipeError(
                 f"teachers.{name}.{unfit[0]}", found, "a model here, on the torch engine", advice
@@ -59,11 +59,11 @@ def _teacher(path: str, teacher: Teacher) -> Iterator[RecipeError]:
     if keys not in _REACHED_BY:
         found = " and ".join(keys) or "neither model, url, adapter nor student"
         expected = "model, or url and model, or adapter with or without model, or student"
-        advice = "a teacher is reached in one way"
+        advice = "a teacher has one source"
         if keys == ["url"]:
             advice = "set model to its name on that server"
         elif "url" in keys and "adapter" in keys:
-            advice = "a server has adapters under names of their own: set model to that name, without adapter"
+            advice = "set model to the adapter's name on the server, and remove adapter"
         yield RecipeError(path, found, expected, advice)
         return
     yield from check_url(path, teacher.url)
@@ -82,7 +82,7 @@ def _duplicates(teachers: dict[str, Teacher]) -> Iterator[RecipeError]:
         identity = repr([value.rstrip("/") if isinstance(value, str) else value for value in values])
         twin = seen.setdefault(identity, name)
         if twin != name and (teacher.model or teacher.adapter or teacher.url or teacher.student):
-            expected = f"teachers that differ in {', '.join(_IDENTITY[:-1])} or {_IDENTITY[-1]}"
+            expected = f"a different {', '.join(_IDENTITY[:-1])} or {_IDENTITY[-1]}"
             advice = f"remove {name}, and let route.map send its prompts to {twin}"
             yield RecipeError(f"teachers.{name}", f"the same teacher as {twin}", expected, advice)
 
@@ -96,12 +96,12 @@ def _targets(teachers: dict[str, Teacher], distill: Distill | None) -> Iterator[
             expected = f"exponents of {', '.join(teachers)}"
             yield RecipeError(path, f"no teacher {unknown[0]}", expected, "add it to teachers")
         elif abs(math.fsum(target.values()) - 1) > 1e-6:
-            found, advice = f"a sum of {math.fsum(target.values()):g}", "a base enters with a negative one"
+            found, advice = f"a sum of {math.fsum(target.values()):g}", "a base model has a negative exponent"
             yield RecipeError(path, found, "exponents whose sum is 1", advice)
         elif apart := [other for other in target if teachers[other].scores_during_rollout]:
             found = f"{apart[0]}, which is not colocated"
             yield RecipeError(path, found, "colocated teachers", "remove its placement or url")
     if (names := list(products(teachers))) and distill is not None and distill.signal != "full":
-        advice = "the tail of a product is not the product of the tails: set distill.signal: full"
+        advice = "a product of top-k distributions has no exact tail: set distill.signal: full"
         found = f"{distill.signal} with teachers.{names[0]}.target"
         yield RecipeError("distill.signal", found, "full", advice)

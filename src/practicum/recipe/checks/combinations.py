@@ -1,4 +1,4 @@
-"""Every check of a recipe whose types are right, and those of its model, tasks, steps and evaluations."""
+"""Run every check of a recipe with valid types. Check models, tasks, steps and evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 def combinations(recipe: Recipe) -> list[RecipeError]:
-    """Return a problem for every key that nothing reads and every impossible combination of a recipe."""
+    """Return a problem for every key that nothing reads and every impossible combination."""
     checks = (
         *(check_unread, _sections, check_algorithm, check_reward, check_teachers, check_route),
         *(check_distill, check_runtime, check_engines),
@@ -40,7 +40,7 @@ def _sections(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("agent.tools", "none with agent.loop tool_use", "a tool, such as [calculator]")
     if agent.deadline_s is not None and agent.deadline_s > rollout.deadline_s:
         found = f"{agent.deadline_s:g} with rollout.deadline_s {rollout.deadline_s:g}"
-        advice = "all sessions of a step must be done in rollout.deadline_s: lower one, or raise the other"
+        advice = "rollout.deadline_s limits all sessions of a step: lower agent.deadline_s, or raise it"
         yield RecipeError("agent.deadline_s", found, "at most rollout.deadline_s", advice)
     # A session of other loops may leave several rows.
     rows = recipe.counts.sessions if agent.loop == "single_turn" else None
@@ -49,22 +49,22 @@ def _sections(recipe: Recipe) -> Iterator[RecipeError]:
     if evaluation.every and not evaluation.rows:
         yield RecipeError("eval.every", f"{evaluation.every} with eval.rows 0", "0", "set eval.rows")
     if evaluation.stop_at is not None and not (evaluation.rows and evaluation.every):
-        found = f"{evaluation.stop_at} without evaluations during training"
-        yield RecipeError("eval.stop_at", found, "evaluations to stop by", "set eval.every")
+        found = f"{evaluation.stop_at} with eval.every 0"
+        yield RecipeError("eval.stop_at", found, "evaluations during training", "set eval.every")
 
 
 def _model(model: Model, max_new_tokens: int) -> Iterator[RecipeError]:
     make = model.random_init
     if (model.path is None) == (make is None):
-        found = "neither path nor make" if make is None else "both path and make"
+        found = "neither path nor random_init" if make is None else "both path and random_init"
         advice = "set model.path to a folder or hub name, or model.random_init to {} for a tiny model"
-        yield RecipeError("model", found, "exactly one of path and make", advice)
+        yield RecipeError("model", found, "exactly one of path and random_init", advice)
     yield from check_device("model", model.device)
     if make is None:
         return
     if max_new_tokens >= make.context:
         found = f"{max_new_tokens} in a context of {make.context} tokens"
-        advice = "lower it, or raise model.random_init.context: the prompt needs room too"
+        advice = "the prompt must fit too: lower it, or raise model.random_init.context"
         yield RecipeError("rollout.max_new_tokens", found, "less than model.random_init.context", advice)
     if make.family in ("gpt2", "qwen2_5_vl") and make.hidden % make.heads:
         found = f"{make.hidden} with {make.heads} heads"
@@ -75,10 +75,10 @@ def _model(model: Model, max_new_tokens: int) -> Iterator[RecipeError]:
         expected = "heads of an even width of 6 or more (positions have three axes)"
         yield RecipeError("model.random_init.hidden", found, expected)
     if make.family not in ("gpt2", "qwen2_5_vl") and make.head_dim % 2:
-        expected = "an even number (rotary positions turn pairs)"
+        expected = "an even number, as rotary embeddings rotate pairs"
         yield RecipeError("model.random_init.head_dim", str(make.head_dim), expected)
     if make.family == "qwen3_5" and make.head_dim % 8:
-        expected = "a multiple of 8 (a quarter of a head turns with the position)"
+        expected = "a multiple of 8, as rotary embeddings cover a quarter of a head"
         yield RecipeError("model.random_init.head_dim", str(make.head_dim), expected)
 
 
@@ -94,22 +94,22 @@ def _task(path: str, task: Task) -> Iterator[RecipeError]:
 
 
 def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterator[RecipeError]:
-    """`rows` of a step, if they are known."""
+    """Yield problems of the section train. `rows` is the number of rows per step, if it is known."""
     if train.autocast != "off" and dtype == "float64":
         found = f"{train.autocast} with model.dtype float64"
         yield RecipeError("train.autocast", found, "off, or float32 weights")
     size = train.minibatch_size
     if size is not None and train.minibatches != 1:
         found = f"{size} with train.minibatches {train.minibatches}"
-        advice = "say how many optimizer steps there are, or how many rows each takes"
+        advice = "set the number of optimizer steps or the rows of each, not both"
         yield RecipeError("train.minibatch_size", found, "one of the two", advice)
     elif train.minibatches > sessions:
         found = f"{train.minibatches} with {sessions} sessions per step"
-        advice = "raise train.prompts or rollout.samples, or lower it"
+        advice = "lower it, or raise train.prompts or rollout.samples"
         yield RecipeError("train.minibatches", found, f"at most {sessions}", advice)
     if size is not None and rows is not None and size > rows:
         found = f"{size} with {rows} rows per step"
-        advice = "lower it, leave it out for one optimizer step, or raise train.prompts"
+        advice = "lower it, remove it for one optimizer step, or raise train.prompts"
         yield RecipeError("train.minibatch_size", found, f"at most {rows}", advice)
     if 0 < train.steps < train.warmup_steps:
         found = f"{train.warmup_steps} of {train.steps} steps"

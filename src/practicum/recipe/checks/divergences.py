@@ -1,4 +1,4 @@
-"""Learning from teachers: which divergence goes with which signal, and what can't work or would not teach."""
+"""Check distillation: which divergence works with which signal, and has a gradient from the teacher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from practicum.recipe.algorithm_traits import ON_DISTRIBUTIONS, ON_SAMPLED, ON_T
 from practicum.recipe.schema.recipe import Recipe
 
 AS_REWARD = ("k1", "k2", "k3")
-"""Divergences whose negative value may be a token's advantage or reward."""
+"""Divergences whose negative value can be a token's advantage or reward."""
 
 _PLAIN = {"k1_straight": "k1", "k3_straight": "k3"}
 
@@ -20,27 +20,27 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
     if distill is None:
         return
     way = (distill.divergence, distill.signal, distill.apply_as)
-    found = f"{distill.divergence} with signal {distill.signal}, through {distill.apply_as}"
+    found = f"{distill.divergence} with signal {distill.signal} and apply_as {distill.apply_as}"
     if reason := why_unfit(*way):
-        yield RecipeError("distill.divergence", found, "a divergence that fits signal and through", reason)
+        yield RecipeError("distill.divergence", found, "a divergence that fits signal and apply_as", reason)
     elif reason := why_dead(*way):
         expected = "a divergence whose gradient depends on the teacher"
         yield RecipeError("distill.divergence", found, expected, reason)
     if distill.divergence in ON_TOP_K and recipe.cuts_sampling:
-        found = f"{distill.divergence} with answers from a truncated distribution"
+        found = f"{distill.divergence} with responses from a truncated distribution"
         expected = "rollout.top_p 1 and rollout.top_k 0"
-        advice = "tokens that are never sampled bias it: sample from all of them, or use reverse_kl"
+        advice = "truncated sampling biases it: sample from all tokens, or use reverse_kl"
         yield RecipeError("distill.divergence", found, expected, advice)
     advantage = recipe.algorithm.advantage
     is_judged = recipe.reward.weight != 0 or distill.apply_as != "reward"
     if estimator_traits(advantage).greedy_baseline and not is_judged:
         found = f"{advantage} with reward.weight 0 and distill.apply_as reward"
-        advice = "its baseline is the reward of a greedy answer, and nothing is judged here"
+        advice = "its baseline is the reward of a greedy response, and no reward is computed"
         yield RecipeError("algorithm.advantage", found, "another estimator, or a reward", advice)
     sampled, compared = recipe.rollout.temperature, recipe.compare_temperature
     if recipe.distils_by_policy and compared != sampled:
-        found = f"{compared:g} with rollout.temperature {sampled:g} and through {distill.apply_as}"
-        advice = "an advantage or reward is of the policy that sampled: remove it, or set apply_as: loss"
+        found = f"{compared:g} with rollout.temperature {sampled:g} and apply_as {distill.apply_as}"
+        advice = "an advantage or reward must be of the sampling policy: remove it, or set apply_as: loss"
         yield RecipeError("distill.temperature", found, "unset, or rollout.temperature", advice)
     remote = next((name for name, teacher in recipe.teachers.items() if teacher.url is not None), None)
     if remote is not None and distill.signal == "full":
@@ -54,28 +54,31 @@ def check_distill(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def why_unfit(divergence: str, signal: str, through: str) -> str | None:
-    """Why this divergence can't be had from this signal or used in this way, and what to use; else None."""
+    """Return why a divergence can't be used with this signal and apply_as, and an alternative.
+
+    Return None if it can.
+    """
     of_one = (
-        f"{divergence} compares the logprobs of the sampled token alone, and what signal {signal} gives "
-        "would be ignored: use signal sampled"
+        f"{divergence} reads only the sampled token's logprob and would ignore signal {signal}: "
+        "use signal sampled"
     )
     if through != "loss":  # the negative estimate is a token's advantage or reward
         if plain := _PLAIN.get(divergence):
             also = "" if signal == "sampled" else " with signal sampled"
-            return f"{divergence} differs from {plain} in its gradient, and none is taken: use {plain}{also}"
+            return f"{divergence} differs from {plain} only in its unused gradient: use {plain}{also}"
         if divergence in {*ON_DISTRIBUTIONS, *ON_TOP_K, *ON_SAMPLED} - {*AS_REWARD}:
             return (
-                f"through {through} takes an estimate of the reverse KL for each sampled token, and "
-                f"{divergence} is none: use k1, k2 or k3 with signal sampled"
+                f"apply_as {through} needs an estimate of the reverse KL at each sampled token: "
+                "use k1, k2 or k3 with signal sampled"
             )
         return None if signal == "sampled" else of_one
     if divergence in ON_TOP_K and signal != "top_k":
-        also = "full is exact by itself: use reverse_kl" if signal == "full" else "use signal top_k"
-        return f"{divergence} corrects what a top-k hides: {also}"
+        also = "signal full needs no correction: use reverse_kl" if signal == "full" else "use signal top_k"
+        return f"{divergence} corrects the bias of a top-k: {also}"
     if divergence in ON_DISTRIBUTIONS and signal == "sampled":
         also = ", or k1_straight, which has the gradient of the reverse KL, on average"
         return (
-            f"{divergence} compares distributions, and signal sampled gives the logprob of one token: "
+            f"{divergence} compares distributions, and signal sampled has the logprob of one token: "
             f"use signal top_k or full{also if divergence == 'reverse_kl' else ''}"
         )
     if divergence in ON_SAMPLED and signal != "sampled":
@@ -84,15 +87,12 @@ def why_unfit(divergence: str, signal: str, through: str) -> str | None:
 
 
 def why_dead(divergence: str, signal: str, through: str) -> str | None:
-    """Why the gradient of this combination can't depend on the teacher, with what to use; None if it can."""
+    """Return why this combination's gradient can't depend on the teacher, or None if it can."""
     if (divergence, signal, through) != ("k1", "sampled", "loss"):
         return None
-    return f"{why_k1_is_dead('teacher')}; use k1_straight, or k1 with through advantage"
+    return f"{why_k1_is_dead('teacher')}; use k1_straight, or k1 with apply_as advantage"
 
 
 def why_k1_is_dead(other: str) -> str:
-    """Why k1 to the teacher or the reference has no place in a loss."""
-    return (
-        f"the gradient of k1 = log student - log {other} is that of log student alone: "
-        f"the {other} falls out, and nothing is learnt from it"
-    )
+    """Return why k1 has no gradient from the teacher or the reference."""
+    return f"the gradient of k1 = log student - log {other} does not depend on the {other}"

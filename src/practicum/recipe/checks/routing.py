@@ -1,4 +1,4 @@
-"""Which teachers take which prompts, and routes that lead nowhere: no teacher, no prompts, wrong shares."""
+"""Resolve which teachers score which prompts, and check the route and its shares."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from practicum.recipe.text.type_text import nearest
 
 
 def destinations(route: Route, value: str) -> dict[str, float]:
-    """Teachers that take a value, with weights; a value that route.map does not list names its teacher."""
+    """Return the teachers of a value with their weights. A value not in route.map names its teacher."""
     teacher = route.map.get(value, value)
     return {teacher: 1.0} if isinstance(teacher, str) else teacher
 
 
 def value_of_task(route: Route, name: str, task: Task) -> str | None:
-    """The value of all of a task's prompts, if it is known without reading rows."""
+    """Return the value that all prompts of a task share, or None if rows may differ."""
     if route.by == "task":
         return name
     if route.by != "domain":
         return None
-    # Rows of a file may bring a domain of their own.
+    # Rows of a file may set their domain.
     return task.domain or (name if task.kind is not None else None)
 
 
 def check_route(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield every problem of the route that is known without reading rows."""
+    """Yield every problem of the route that can be found without reading rows."""
     route, teachers = recipe.route, recipe.teachers
     if len(teachers) < 2:
         return
@@ -54,24 +54,28 @@ def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[Recip
         return
     for name, share in shares.items():
         if share <= 0:
-            yield RecipeError(f"route.shares.{name}", f"{share:g}", "more than 0", "remove one without any")
+            yield RecipeError(
+                f"route.shares.{name}", f"{share:g}", "more than 0", "remove teachers without a share"
+            )
     total = math.fsum(shares.values())
     if abs(total - 1) > 1e-6:
-        yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1", "they share the whole loss")
+        yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1")
 
 
 def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:
-    """Entries of route.map that send prompts to nobody."""
+    """Yield entries of route.map that name no teacher."""
     known = ", ".join(teachers)
     for value, to in route.map.items():
         path = f"route.map.{value}"
         if not to:
-            yield RecipeError(path, "nobody", f"a teacher, or weights of several: {known}")
+            yield RecipeError(path, "no teacher", f"a teacher, or weights of several: {known}")
         for name, weight in destinations(route, value).items():
             if name and name not in teachers:
                 yield RecipeError(path, f"{name!r}", f"one of {known}", _meant([name], teachers))
             elif weight <= 0:
-                yield RecipeError(f"{path}.{name}", f"{weight:g}", "more than 0", "remove one that gets none")
+                yield RecipeError(
+                    f"{path}.{name}", f"{weight:g}", "more than 0", "remove teachers without a share"
+                )
 
 
 def in_targets(teachers: Mapping[str, Teacher]) -> set[str]:
@@ -80,13 +84,13 @@ def in_targets(teachers: Mapping[str, Teacher]) -> set[str]:
 
 
 def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]) -> Iterator[RecipeError]:
-    """Values without a teacher, and teachers without a value."""
+    """Yield values without a teacher, and teachers without a value."""
     by = route.by
     builtin = [name for name, task in tasks.items() if task.kind is not None]
     if by not in ("domain", "task") and builtin:
-        found = f"{by!r}, a column, with the built-in task {builtin[0]}, which has none"
+        found = f"the column {by!r}, which the built-in task {builtin[0]} does not have"
         advice = _meant([by], ["domain", "task"]) or "set it to domain or task, or use files only"
-        yield RecipeError("route.by", found, "what every prompt has", advice)
+        yield RecipeError("route.by", found, "a property of every prompt", advice)
         return
     of_task = {name: value_of_task(route, name, task) for name, task in tasks.items()}
     values = list(dict.fromkeys(value for value in of_task.values() if value is not None))
@@ -102,8 +106,8 @@ def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]
     reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     for name in teachers:
         if name not in reached:
-            found = f"a teacher that no prompt goes to (by {by}: {', '.join(values)})"
-            advice = f"remove it, or let route.map send it the prompts of a {by}"
+            found = f"a teacher without prompts (by {by}: {', '.join(values)})"
+            advice = f"remove it, or map a {by} to it in route.map"
             yield RecipeError(f"teachers.{name}", found, "prompts for each teacher", advice)
     for value in route.map:
         if value not in values:

@@ -1,4 +1,4 @@
-"""Keys that are set although nothing reads them, as the schema's `ReadWhen` declares."""
+"""Find keys that are set although nothing reads them, as declared by `ReadWhen` in the schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from practicum.recipe.text import yamlfile
 
 
 class UnreadKey(NamedTuple):
-    """A key that nothing reads in this recipe, and why: "with url"."""
+    """A key that nothing reads in this recipe, and the reason, such as "with url"."""
 
     path: str
     value: Any
@@ -24,12 +24,12 @@ class UnreadKey(NamedTuple):
 
 
 def unread_keys(recipe: Recipe) -> Iterator[UnreadKey]:
-    """Every key of the recipe that nothing reads, set or not."""
+    """Yield every key of the recipe that nothing reads, set or not."""
     yield from _unread((recipe,), "", ())
 
 
 def check_unread(recipe: Recipe) -> Iterator[RecipeError]:
-    """A problem for each key that is set, not read, and not one that other runs of the recipe may read."""
+    """Yield a problem for each unread key that is set, except keys that other runs of the recipe may read."""
     for key in unread_keys(recipe):
         if key.value != key.default and key.rule.refused:
             expected = f"{as_written(key.default)} (nothing would read another value)"
@@ -37,15 +37,15 @@ def check_unread(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def unread_notes(recipe: Recipe) -> dict[str, str]:
-    """Keys that are set for other runs than this one, each with the reason why it is not read here."""
+    """Return the keys that are set but not read by this run, with the reasons."""
     return {key.path: f"not read {key.why}" for key in unread_keys(recipe) if key.value != key.default}
 
 
 def _unread(chain: Chain, path: str, outer: Sequence[tuple[str, ReadWhen]]) -> Iterator[UnreadKey]:
-    """The keys of a section; `outer` is why the section itself is not read, if it is not."""
+    """Yield the unread keys of a section. `outer` holds the reasons why the section itself is not read."""
     section = chain[-1]
     for name, info in type(section).model_fields.items():
-        here, value = f"{path}{name}", vars(section)[name]  # to look whether a key is read is no read of it
+        here, value = f"{path}{name}", vars(section)[name]  # without recording a read
         default = info.get_default(call_default_factory=True, validated_data={})
         rules = [rule for rule in info.metadata if isinstance(rule, ReadWhen)]
         obstacles = [*outer, *((why, rule) for rule in rules if (why := rule.obstacle(chain)))]
@@ -57,7 +57,7 @@ def _unread(chain: Chain, path: str, outer: Sequence[tuple[str, ReadWhen]]) -> I
 
 
 def _sections(path: str, value: Any) -> Iterator[tuple[str, Section]]:
-    """The sections that a key holds: itself, or the items of a list or mapping."""
+    """Yield the sections that a key holds: itself, or the items of a list or mapping."""
     items = [(path, value)]
     if isinstance(value, dict):
         items = [(f"{path}.{name}", item) for name, item in value.items()]
@@ -67,7 +67,7 @@ def _sections(path: str, value: Any) -> Iterator[tuple[str, Section]]:
 
 
 def as_written(value: Any) -> str:
-    """A value as a recipe writes it; of sections, what is set."""
+    """Return a value as a recipe writes it. Of sections, only keys that are set."""
     data = TypeAdapter(Any).dump_python(value, exclude_defaults=True)
     if isinstance(value, list):  # an item with nothing set still has a name
         data = [{"use": item.use} if plain == {} else plain for plain, item in zip(data, value, strict=True)]

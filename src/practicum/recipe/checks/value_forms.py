@@ -1,4 +1,4 @@
-"""Values that are text of a certain form: names, devices, addresses, and templates with {fields}."""
+"""Check text values: names, devices, addresses, and templates with {fields}."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
 
 
 def check_names(path: str, what: str, names: Iterable[str]) -> Iterator[RecipeError]:
-    """Names that metrics are called by."""
+    """Yield names that can't be part of a metric's name."""
     for name in names:
         if not _WORD.fullmatch(name):
             expected = "letters, digits, '_' and '-'"
-            yield RecipeError(path, f"a {what} named {name!r}", expected, "it names metrics")
+            yield RecipeError(path, f"a {what} named {name!r}", expected, "metrics contain this name")
 
 
 def check_device(path: str, device: str) -> Iterator[RecipeError]:
-    """A device that torch could have."""
+    """Yield a problem unless torch could have this device."""
     if not is_device_name(device):
         yield RecipeError(f"{path}.device", repr(device), DEVICE_FORMS)
 
 
 def check_url(path: str, url: str | None) -> Iterator[RecipeError]:
-    """An address of a server, if there is one."""
+    """Yield a problem if a server's address is malformed."""
     if url is not None and not _URL.fullmatch(url):
         yield RecipeError(f"{path}.url", repr(url), "http://… or https://…, such as http://127.0.0.1:8000/v1")
 
 
 def fields_of(text: str) -> list[str]:
-    """Names of the {fields} in a text, in order; {{ and }} are braces, and a lone brace is a ValueError."""
+    """Return the names of the {fields} in a text. {{ and }} are braces. A lone brace is a ValueError."""
     pieces = list(_PIECE.finditer(text))
     for piece in pieces:
         if piece[0] in ("{", "}"):
@@ -45,5 +45,5 @@ def fields_of(text: str) -> list[str]:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with its fields filled in; `values` must have them all."""
+    """Fill in the fields of a text. `values` must have all of them."""
     return _PIECE.sub(lambda piece: values[piece[1]] if piece[1] is not None else piece[0][0], text)

@@ -1,1 +1,1 @@
-"""The recipe's sections as typed models: every key, its type, its default and a sentence about it."""
+"""Sections of the recipe as typed models: every key with its type, default and description."""

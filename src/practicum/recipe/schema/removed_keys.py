@@ -1,4 +1,4 @@
-"""Keys that recipes no longer have, and what to write instead."""
+"""Map keys of older versions to advice about what to write instead."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _CHECK_NAMES = """
     teacher_shares store_empty finite
 """
 _CHECKS = "set checks: error, warn or off for all checks; the thresholds are constants"
-_EVAL = "a greedy answer is always scored, samples are drawn at temperature 1, and a pass has reward 1"
-_MISMATCH = "set algorithm.mismatch.cap: ratios above it become it"
+_EVAL = "greedy responses are always evaluated, samples are drawn at temperature 1, a pass is reward 1"
+_MISMATCH = "set algorithm.mismatch.cap, to which larger ratios are truncated"
 _RETRIES = "remove it: a failed request is sent up to 4 times within deadline_s"
 _START = "remove it: a process has half an hour to load its model"
-_DEVICES = "remove it, or set engine to vllm and vllm.tensor_parallel: other processes have one device"
+_DEVICES = "remove it, or set engine: vllm and vllm.tensor_parallel, as other processes have one device"
 _RENAMED = {
     "agent.calls": "agent.tool_call_format",
     "distill.through": "distill.apply_as",
@@ -44,7 +44,7 @@ REMOVED = {
     **dict.fromkeys(("reward.models.*.placement.own.devices", "teachers.*.placement.own.devices"), _DEVICES),
     "rollout.min_p": "remove it, or use rollout.top_p",
     "runtime.object_store_gb": "use ray start --object-store-memory, and set runtime.address",
-    "runtime.store_units": "remove it: there is one for each of pools.train.nodes",
+    "runtime.store_units": "remove it: each of pools.train.nodes has one",
     "runtime.weight_transport": "remove it: nixl is used for weights on a GPU if it is installed",
     "tasks.*.streaming": "remove it; split: train[:10000] takes the first rows",
     "tasks.*.images": "name the column images, or rename it by map",
@@ -65,13 +65,13 @@ REMOVED = {
     "model.lora.init": "remove it: the first matrix is drawn as PEFT does by default",
     "rollout.keep_tokens": "remove it: the engine keeps max_num_seqs × context tokens",
     "rollout.repeatable": "remove it: every run repeats bit for bit",
-    "runtime.store_s": "remove it: the store has a minute, or runtime.stage_s if that is less",
+    "runtime.store_s": "remove it: the store's deadline is the smaller of a minute and runtime.stage_s",
     "runtime.teachers_host_gb": "remove it: models that do not fit runtime.teachers_gb sleep in host memory",
     "teachers.*.memory_gb": "remove it: practicum plan shows the memory of each teacher",
-    "model.random_init.kv_heads": "remove it: there are half as many as heads",
+    "model.random_init.kv_heads": "remove it: a model has half as many as heads",
     "model.random_init.experts_per_token": "remove it: a token takes two experts",
     "train.replay_experts": "remove it: experts are replayed if the engine reports them",
-    "buffer": "set refills: 4, the further rollouts that replace groups with equal rewards",
+    "buffer": "set refills: 4, the number of further rollouts that replace groups with equal rewards",
     "train.compile": "remove it: the learner does not compile its model",
     "track.eval_prompts": "remove it: every answer of an evaluation is written to eval.jsonl",
     "track.own": "name your trackers in track.to",
@@ -80,7 +80,7 @@ REMOVED = {
     "track.trackio": "use track.to: [trackio/PROJECT]",
     **dict.fromkeys(("track.trajectories", "track.groups"), "use track.record, the number of whole groups"),
 }
-"""A key, with * for the name of a teacher or the number of a list's item, and the advice for its users."""
+"""Advice for each removed key. * stands for a teacher's name or the number of a list item."""
 
 
 def advice_for_removed(path: Sequence[str | int]) -> str | None:

@@ -1,4 +1,4 @@
-"""How answers are made: the engine that samples, what happens in a session, and sessions that fail."""
+"""Sections of the rollout: the sampling engine, agent loops, and failing sessions."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ from practicum.recipe.schema.engine_sections import EngineChoice
 from practicum.recipe.schema.section import ReadWhen, Section, key, read_if, read_with
 
 ON_RAY = read_with("runtime.kind", "ray", refused=False)
-"""What a recipe says of a cluster may stay in runs without one."""
+"""Keys of a cluster may stay in local runs."""
 _ROLLOUTS = read_if(lambda recipe: not recipe.demonstrates, "with algorithm.loss supervised", refused=False)
-"""Of rollouts for training; an SFT recipe may share a base with others."""
+"""Keys of training rollouts may stay in an SFT recipe, which may share a base with others."""
 
 
 class Rollout(EngineChoice):
-    """How the student's answers are sampled."""
+    """Sampling of the student's responses."""
 
-    samples: int = key(8, "Sessions for each prompt.", _ROLLOUTS, ge=1)
-    max_new_tokens: int = key(64, "Longest turn in tokens.", ge=1)
+    samples: int = key(8, "Sessions per prompt (the group size).", _ROLLOUTS, ge=1)
+    max_new_tokens: int = key(64, "Maximum tokens per turn.", ge=1)
     temperature: float = key(1.0, "Sampling temperature of training rollouts.", _ROLLOUTS, gt=0)
-    top_p: float = key(1.0, "Nucleus: smallest set with this mass; 1 = off.", _ROLLOUTS, gt=0, le=1)
-    top_k: int = key(0, "Keep this many most likely tokens; 0 = all.", _ROLLOUTS, ge=0)
-    stop: list[str] = key([], "Further stop tokens (each one token of the tokenizer).")
-    max_num_seqs: int = key(256, "Sequences decoded together; KV memory grows up to this × context.", ge=1)
+    top_p: float = key(1.0, "Nucleus sampling; 1 disables it.", _ROLLOUTS, gt=0, le=1)
+    top_k: int = key(0, "Sample from the k most likely tokens; 0 disables it.", _ROLLOUTS, ge=0)
+    stop: list[str] = key([], "Additional stop tokens, each a single token of the tokenizer.")
+    max_num_seqs: int = key(
+        256, "Maximum number of sequences decoded together. KV memory grows up to this × context.", ge=1
+    )
     context: int | None = key(
-        None, "Longest prompt + answer in tokens; unset: 1,024 + max_new_tokens, at most the model's.", ge=2
+        None,
+        "Maximum tokens of prompt and response. Default: 1,024 + max_new_tokens, at most the model's.",
+        ge=2,
     )
     lag: int = key(
         0,
-        "Steps between the weights that sample a batch and those that it trains: always this many, less only "
-        "in the first steps. Each has an engine with its own copy of the weights. 0: one after the other.",
+        "Number of steps that rollouts run ahead of training: exactly this many, except in the first steps. "
+        "Each step in flight has an engine with a copy of the weights. 0 alternates rollout and training.",
         ge=0,
         le=16,
     )
-    deadline_s: float = key(600.0, "Seconds one step's rollout may take.", gt=0)
+    deadline_s: float = key(600.0, "Deadline of one step's rollout in seconds.", gt=0)
     replicas: int | None = key(
-        None, "Engines, with runtime.kind ray; unset: one for each device of their pool.", ON_RAY, ge=1
+        None, "Number of engines with runtime.kind ray. Default: one per device of their pool.", ON_RAY, ge=1
     )
 
     def context_for(self, model_context: int | None) -> int:
-        """Tokens of KV memory for one sequence: `context`, else 1,024 of prompt and the answer."""
+        """Return the tokens of KV memory per sequence: `context`, or 1,024 for the prompt plus the
+        response."""
         if self.context is not None:
             return self.context
         needed = 1024 + self.max_new_tokens
@@ -51,22 +56,22 @@ class Rollout(EngineChoice):
 _LIMITED = read_if(
     lambda tool: tool.use != "calculator",
     "with use {0.use}",
-    "the calculator has no limits to set: remove it",
+    "the calculator has no time limit: remove it",
     of_section=True,
 )
 
 
 class ToolSection(Section):
-    """A tool that the model may call; `calculator` is short for {use: calculator}."""
+    """A tool that the model may call. `calculator` is short for {use: calculator}."""
 
     use: str = key(..., "calculator, python (in bubblewrap), or package.module:function.")
-    timeout_s: float = key(5.0, "Seconds a call may take (not for calculator).", _LIMITED, gt=0)
+    timeout_s: float = key(5.0, "Time limit of a call in seconds (not for calculator).", _LIMITED, gt=0)
 
 
 class Retry(Section):
-    """Run a failed session again."""
+    """Retry failed sessions."""
 
-    retry: int = key(..., "Further tries; a session that fails in all of them is left out.", ge=1)
+    retry: int = key(..., "Maximum retries. A session that fails in all of them is left out.", ge=1)
 
 
 OnFailure = Literal["drop_group", "keep_rest"] | Retry
@@ -80,7 +85,7 @@ BUILTIN_LOOPS = ("single_turn", "tool_use", "retry", "compress")
 
 
 def _read_by(*loops: str) -> ReadWhen:
-    """Read by these of the built-in loops, and by all loops of the user's."""
+    """Return a rule: read by these built-in loops, and by all custom loops."""
     advice = f"remove it, or set agent.loop to one that reads it: {', '.join(loops)}"
     others = {*BUILTIN_LOOPS} - {*loops}
     return read_if(lambda recipe: recipe.agent.loop not in others, "with agent.loop {0.agent.loop}", advice)
@@ -107,7 +112,7 @@ class CommandLoop(Section):
 class FunctionLoop(Section):
     """A function that calls the model through an HTTP endpoint."""
 
-    function: str = key(..., "package.module:function of an AgentTask; it may return the reward.")
+    function: str = key(..., "package.module:function that takes an AgentTask and may return the reward.")
 
     def __str__(self) -> str:
         return self.function
@@ -121,7 +126,7 @@ _EXTERNAL = read_if(
 
 
 class Agent(Section):
-    """What happens in a session: the loop, its turns and its tools."""
+    """Agent loop, turns and tools of a session."""
 
     loop: str | CommandLoop | FunctionLoop = key(
         "single_turn",
@@ -129,10 +134,12 @@ class Agent(Section):
         "through an HTTP endpoint: {command: [...]} or {function: package.module:function}.",
     )
     turns: int = key(
-        8, "Most turns of a session; loops of the user's in Python set their own.", _BY_MOST, ge=1
+        8, "Maximum turns of a session. Custom Python loops set their own limit.", _BY_MOST, ge=1
     )
     strict: bool = key(
-        False, "Refuse requests with other sampling settings than the recipe's, not override them.", _EXTERNAL
+        False,
+        "Reject requests whose sampling settings differ from the recipe's, instead of overriding them.",
+        _EXTERNAL,
     )
     tools: list[Annotated[ToolSection, BeforeValidator(_tool)]] = key(
         [], "Tools that the model may call, such as [calculator, python].", _BY_TOOL_LOOPS
@@ -140,23 +147,28 @@ class Agent(Section):
     tool_call_format: Literal["json", "plain"] = key(
         "json",
         'How a tool call is written: json: <tool_call>{"name": …, "arguments": …}</tool_call>; plain: '
-        "[calculator: 2+3], or [2+3] if there is one tool.",
+        "[calculator: 2+3], or [2+3] with a single tool.",
         _BY_TOOL_LOOPS,
     )
     compress_at: int | None = key(
-        None, "Tokens from which compress asks for a summary; unset: when little is left.", _BY_COMPRESS, ge=8
+        None,
+        "Tokens of context at which compress asks for a summary. Default: when little room remains.",
+        _BY_COMPRESS,
+        ge=8,
     )
     message: str | None = key(
         None,
-        "What retry tells the model after a miss, or how compress asks for a summary; unset: That is not "
+        "Message of retry after a wrong response, or compress's request for a summary. Defaults: That is not "
         "right. Try again. / Summarise what matters for going on.",
         _read_by("retry", "compress"),
     )
     deadline_s: float | None = key(
-        None, "Seconds of one session, waiting included; unset: nine tenths of rollout.deadline_s.", gt=0
+        None,
+        "Deadline of one session in seconds, including waiting. Default: 0.9 × rollout.deadline_s.",
+        gt=0,
     )
     on_failure: OnFailure = key(
         "keep_rest",
-        "Of a group with a failed session: train on the rest (keep_rest), leave all of it out "
-        "(drop_group), or run the session again ({retry: 2}) before keeping the rest.",
+        "If a session fails: train on the rest of its group (keep_rest), drop the group (drop_group), or "
+        "retry ({retry: 2}) and then keep the rest.",
     )

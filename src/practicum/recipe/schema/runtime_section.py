@@ -1,4 +1,4 @@
-"""The recipe's machines: where the roles live, and the pools of devices that a cluster gives them."""
+"""Sections of the runtime: local process or Ray, and the pools of devices of a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RuntimeKind = Literal["local", "ray"]
 
 _OWN_CLUSTER = read_without(
     "runtime.address",
-    "only a cluster that the run starts itself has a size to choose: remove it, or the address",
+    "only a cluster started by this run has a configurable size: remove it, or the address",
 )
 _ASLEEP = read_if(
     lambda recipe: any(
@@ -22,42 +22,46 @@ _ASLEEP = read_if(
         for model in (*recipe.teachers.values(), *recipe.reward.models.values())
     ),
     "without a colocated teacher or reward model",
-    "only models that sleep are moved",
+    "only sleeping models are moved",
 )
 
 
 class Runtime(Section):
-    """Where the roles live; `runtime: ray` is short for {kind: ray}."""
+    """Local process or Ray cluster. `runtime: ray` is short for {kind: ray}."""
 
     model_config = ConfigDict(json_schema_extra=or_short_form("kind"))
 
-    kind: RuntimeKind = key("local", "local: all roles in this process; ray: actors of a Ray cluster.")
+    kind: RuntimeKind = key("local", "local runs all roles in this process, ray as actors of a Ray cluster.")
     threads: int | None = key(
         None,
-        "torch threads of a process; unset: one per core, on ray shared among pools.train. With rollout.lag, "
-        "of the learner and of each engine; unset: half of the cores.",
+        "torch threads per process. Default: one per core, on Ray divided among pools.train. With "
+        "rollout.lag, threads of the learner and of each engine. Default then: half of the cores.",
         ge=1,
     )
     teachers_gb: float | None = key(
-        None, "Device memory for colocated models that sleep; unset: all on a CPU, else none.", _ASLEEP, gt=0
+        None,
+        "Device memory in GB that sleeping colocated models may keep. Default: all on a CPU, none on a GPU.",
+        _ASLEEP,
+        gt=0,
     )
     address: str | None = key(
         None,
-        "Cluster to join: auto, host:port or ray://host:10001; unset: one is started on this machine and "
-        "stopped with the run. This and the keys below are read with kind ray only.",
+        "Ray cluster to join: auto, host:port or ray://host:10001. Default: start one on this machine for "
+        "the run. This and the keys below need kind ray.",
         ON_RAY,
     )
     cpus: int | None = key(
-        None, "Logical CPUs of a cluster that is started here; unset: all.", ON_RAY, _OWN_CLUSTER, ge=1
+        None, "Logical CPUs of a cluster started by this run. Default: all.", ON_RAY, _OWN_CLUSTER, ge=1
     )
-    store: StoreKind = key(
-        "ray", "Data plane. ray: columns in Ray's object store; transferqueue: TransferQueue.", ON_RAY
-    )
+    store: StoreKind = key("ray", "Data plane: Ray's object store, or TransferQueue.", ON_RAY)
     max_deaths: int = key(
-        3, "Deaths of workers of one role (rollout, reward, a teacher) that a run survives.", ON_RAY, ge=0
+        3,
+        "Number of worker deaths per role (rollout, reward, a teacher) that the run survives.",
+        ON_RAY,
+        ge=0,
     )
-    reward_workers: int = key(1, "Processes that judge answers, one CPU each.", ON_RAY, ge=1)
-    stage_s: float = key(1800.0, "Seconds one call of a learner may take.", ON_RAY, gt=0)
+    reward_workers: int = key(1, "Number of reward worker processes, with one CPU each.", ON_RAY, ge=1)
+    stage_s: float = key(1800.0, "Deadline of one call of the learner in seconds.", ON_RAY, gt=0)
 
     @property
     def store_s(self) -> float:
@@ -65,10 +69,10 @@ class Runtime(Section):
 
 
 class Pool(Section):
-    """Devices of a cluster: a GPU each where there are GPUs for the model, else runtime.threads CPUs."""
+    """Devices of a cluster: one GPU each, or runtime.threads CPUs each on a cluster without GPUs."""
 
-    nodes: int = key(1, "Groups of devices, each on one machine if possible.", ge=1)
-    devices: int = key(1, "Devices of each of them.", ge=1)
+    nodes: int = key(1, "Number of nodes. The devices of each are on one machine if possible.", ge=1)
+    devices: int = key(1, "Devices per node.", ge=1)
 
     @property
     def total(self) -> int:
@@ -76,7 +80,9 @@ class Pool(Section):
 
 
 class Pools(Section):
-    """Who gets how much of the cluster; read with runtime.kind ray only."""
+    """Devices of the learner and the engines (runtime.kind ray only)."""
 
-    train: Pool = key(Pool(), "The learner, one data-parallel rank on each device, and colocated models.")
-    rollout: Pool | None = key(None, "The student's engines; unset: they share the devices of train.")
+    train: Pool = key(
+        Pool(), "Devices of the learner, with one data-parallel rank each, and of colocated models."
+    )
+    rollout: Pool | None = key(None, "Devices of the student's engines. Default: shared with pools.train.")

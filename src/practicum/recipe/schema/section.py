@@ -1,4 +1,4 @@
-"""What every part of the recipe is, and how a key says when it is read."""
+"""Base class of recipe sections, and the rules by which a key declares when it is read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from practicum.recipe.user_functions import split_function
 
 
 class Section(BaseModel):
-    """A part of the recipe. Unknown keys are errors; a recipe is never changed after loading."""
+    """A section of the recipe. Unknown keys are errors, and a loaded recipe is immutable."""
 
-    # Strict: "8" is not 8 and yes is not true. A recipe says what it means.
+    # Strict: "8" is not 8 and yes is not true.
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
     )
@@ -28,11 +28,11 @@ def own_name(name: str) -> str:
 
 
 OwnName = Annotated[str, AfterValidator(own_name)]
-"""A part of the user's, beside the built-in ones: package.module:name, or a name that a package registers."""
+"""Name of a custom part: package.module:name, or a name registered by an installed package."""
 
 
 def or_short_form(name: str) -> Callable[[dict[str, Any]], None]:
-    """Return a change of a section's JSON schema that takes the value of its key `name` alone, too."""
+    """Return a function that lets a section's JSON schema also accept the plain value of its key `name`."""
 
     def change(schema: dict[str, Any]) -> None:
         mapping = dict(schema)
@@ -43,15 +43,15 @@ def or_short_form(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 Chain = Sequence[Any]
-"""The sections that a key is in: the recipe first, the key's own section last."""
+"""The sections around a key, from the recipe to the key's section."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadWhen:
-    """When a key is read, declared with the key; `checks/unread_keys.py` asks it for every key.
+    """When a key is read, declared with the key. `checks/unread_keys.py` evaluates it.
 
-    `obstacle` says why nothing reads the key, as in "with url", or gives None. A key that is set all the same
-    is refused, or else `practicum check` notes it: one recipe may serve several kinds of runs.
+    `obstacle` returns why nothing reads the key, such as "with url", or None. If the key is set anyway, it is
+    an error if `refused`, otherwise a note of `practicum check`: one recipe may serve several kinds of runs.
     """
 
     obstacle: Callable[[Chain], str | None]
@@ -60,16 +60,16 @@ class ReadWhen:
 
 
 def key(default: Any, about: str, *rules: ReadWhen, **bounds: Any) -> Any:
-    """A key of a section: its default (... if it is required), a sentence, when it is read, and bounds."""
+    """Declare a key: its default (... if required), description, rules when it is read, and bounds."""
     info = Field(default, description=about, **bounds)
     info.metadata.extend(rules)
     return info
 
 
 def read_with(key: str, *values: Any, advice: str = "", refused: bool = True) -> ReadWhen:
-    """Read if another key has one of these values; without values, if it is set, true or not 0.
+    """Read if another key has one of these values or, without values, is set, true or not 0.
 
-    A key is a path from the recipe, or begins with dots: .url is in the same section, ..x in the one around.
+    A key is a path from the recipe, or relative: .url is in the same section, ..x in the enclosing one.
     """
 
     def obstacle(chain: Chain) -> str | None:
@@ -84,7 +84,7 @@ def read_with(key: str, *values: Any, advice: str = "", refused: bool = True) ->
 
 
 def read_without(key: str, advice: str = "") -> ReadWhen:
-    """Read if another key (as of `read_with`) is not set."""
+    """Read if another key, given as for `read_with`, is not set."""
     name = key.lstrip(".")
     advice = advice or f"remove it, or {name}"
     return ReadWhen(lambda chain: None if _look_up(chain, key) is None else f"with {name}", advice)
@@ -98,7 +98,7 @@ def read_if(
     of_section: bool = False,
     refused: bool = True,
 ) -> ReadWhen:
-    """Read if a condition of the recipe, or of the key's section, holds; `why` may have {0.key} of it."""
+    """Read if a condition of the recipe or of the key's section holds. `why` may contain {0.key}."""
 
     def obstacle(chain: Chain) -> str | None:
         subject = chain[-1] if of_section else chain[0]
@@ -112,5 +112,5 @@ def _look_up(chain: Chain, key: str) -> Any:
     dots = len(key) - len(name)
     value = chain[-dots] if dots else chain[0]
     for step in name.split("."):
-        value = getattr(value, step, None)  # sections share keys: a student has no url
+        value = getattr(value, step, None)  # sections share rules, and a student has no url
     return value

@@ -1,4 +1,4 @@
-"""The recipe's teachers and reward models: where they run, which teacher corrects which prompt, and how."""
+"""Sections of teachers, reward models, routing and distillation."""
 
 from __future__ import annotations
 
@@ -12,73 +12,76 @@ from practicum.recipe.schema.section import OwnName, Section, key, read_if, read
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 _SERVER = read_with(".url", advice="only requests to a server use it")
-_LOADED = read_without(".student", "a copy of the student is held as the student is: see model")
+_LOADED = read_without(".student", "a copy of the student uses the settings of model")
 _OWN_WEIGHTS = read_if(
     lambda section: getattr(section, "url", None) or getattr(section, "model", "student") is not None,
     "with the student's base",
-    "it is held as the student is: see model",
+    "it uses the settings of model",
     of_section=True,
 )
 _HAS_DEVICE = read_if(
     lambda section: not (isinstance(section, EngineChoice) and section.engine_traits.chooses_device),
     "with engine {0.engine}",
-    "the engine finds its device by itself",
+    "the engine chooses its device itself",
     of_section=True,
 )
 
 
 class Held(Section):
-    """How a model's weights are held."""
+    """Dtype and device of a model."""
 
-    dtype: Dtype = key("float32", "Number type of its weights.", HERE, _OWN_WEIGHTS)
+    dtype: Dtype = key("float32", "Dtype of the weights.", HERE, _OWN_WEIGHTS)
     device: str = key("auto", DEVICE_HELP, HERE, _OWN_WEIGHTS, _HAS_DEVICE)
 
 
 class Own(Section):
-    """Its own processes, which score while the student still rolls out."""
+    """Separate processes, which score during the rollout."""
 
-    replicas: int = key(1, "Processes that share the model's rows.", ge=1)
-    threads: int = key(1, "Threads of each process.", ge=1)
+    replicas: int = key(1, "Number of processes, each with a copy of the model.", ge=1)
+    threads: int = key(1, "torch threads per process.", ge=1)
 
 
 class OwnPlacement(Section):
-    """The placement `own` with options."""
+    """Placement `own` with options."""
 
-    own: Own = key(..., "Its own processes.")
+    own: Own = key(..., "Separate processes.")
 
 
 Placement = Literal["colocated", "own"] | OwnPlacement
 
 
 class StudentCopy(Section):
-    """A frozen copy of the student as its own teacher."""
+    """A frozen copy of the student as a teacher (self-distillation)."""
 
-    every: int = key(0, "Steps between new copies; 0 = the start stays.", ge=0)
+    every: int = key(0, "Steps between updates of the copy; 0 keeps the initial weights.", ge=0)
 
 
 class FrozenModel(Held):
-    """A model that only scores: in this process, in its own, or on a server."""
+    """A model that only scores: in this process, in separate processes, or on a server."""
 
     url: str | None = key(
-        None, "OpenAI-compatible server, for teachers with prompt logprobs, such as http://127.0.0.1:8000/v1."
+        None,
+        "URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1. Teachers' must return prompt "
+        "logprobs.",
     )
     model: str | None = key(
-        None, "Folder in HuggingFace format, hub name, run folder or checkpoint; with url: its name there."
+        None,
+        "Folder in HuggingFace format, hub name, run folder or checkpoint; with url, its name on the server.",
     )
     placement: Placement = key(
         "colocated",
-        "colocated: asleep until the rollout is done; own, or {own: {replicas: 2}}: its own processes, "
-        "which score during the rollout. Not with url.",
+        "colocated scores in the learner's process after the rollout. own, or {own: {replicas: 2}}, scores "
+        "in separate processes during the rollout. Not with url.",
         HERE,
     )
-    batch_tokens: int = key(8192, "Tokens scored in one forward call.", HERE, ge=1)
-    deadline_s: float = key(120.0, "Seconds until its answer must be there.", gt=0)
-    concurrency: int = key(16, "Requests in flight at the same time (url).", _SERVER, ge=1)
-    api_key_env: str | None = key(None, "Environment variable that holds the server's key (url).", _SERVER)
+    batch_tokens: int = key(8192, "Maximum tokens per forward pass of scoring.", HERE, ge=1)
+    deadline_s: float = key(120.0, "Deadline of a request in seconds, including retries.", gt=0)
+    concurrency: int = key(16, "Maximum concurrent requests (url).", _SERVER, ge=1)
+    api_key_env: str | None = key(None, "Environment variable with the server's API key (url).", _SERVER)
 
     @property
     def placement_name(self) -> Literal["colocated", "own", "url"]:
-        """Where the model is: in the learner's process, in separate processes, or on a server."""
+        """Placement: the learner's process, separate processes, or a server."""
         if self.url is not None:
             return "url"
         return "colocated" if self.placement == "colocated" else "own"
@@ -94,57 +97,59 @@ class FrozenModel(Held):
 
     @property
     def model_devices(self) -> int:
-        """Devices of one process of a model with separate processes."""
+        """Devices per process of a model in separate processes."""
         return self.engine_devices if isinstance(self, EngineChoice) else 1
 
 
 class Teacher(FrozenModel, EngineChoice):
-    """One teacher: a model here (model), an adapter on a model (adapter), a model behind a URL (url and
-    model), or a copy of the student (student)."""
+    """A teacher: a local model (model), a LoRA adapter (adapter), a model on a server (url and model), or a
+    copy of the student (student)."""
 
     adapter: str | None = key(
         None,
         "Folder of a LoRA adapter in PEFT's format, or the export, run folder or checkpoint of a run with "
-        "model.lora. It is on `model`, or without that on the student's base; teachers on one base share it.",
+        "model.lora. Its base is `model`, by default the student's. Teachers with the same base share it.",
     )
-    student: StudentCopy | None = key(
-        None, "Teach by an older copy of the student itself (self-distillation)."
-    )
+    student: StudentCopy | None = key(None, "Use a frozen copy of the student (self-distillation).")
     prompt_prefix: str | None = key(
-        None, "Text before the prompt that only the teacher sees; {answer} and {column} are of the row."
+        None, "Text before the prompt that only the teacher sees, with {answer} or {column} of the row."
     )
     target: dict[str, float] | None = key(
         None,
-        "Exponents of teachers in what it teaches, such as {math: 1.25, base: -0.25} for the teacher math: "
-        "their product, normalised; with distill.signal full. Unset: itself.",
+        "Target distribution as a normalised product of teachers' distributions with these exponents, such "
+        "as {math: 1.25, base: -0.25}. Needs distill.signal full. Default: the teacher's distribution.",
     )
     tokenizer: str | None = key(
-        None, "Its tokenizer, if not the model's own; needed with url, to compare vocabularies.", _LOADED
+        None, "Tokenizer. Default: the model's. With url, it is needed to compare vocabularies.", _LOADED
     )
-    context: int | None = key(None, "Longest sequence it may score; the model's own if unset.", ge=2)
+    context: int | None = key(None, "Maximum sequence length in tokens. Default: the model's.", ge=2)
 
 
 class Route(Section):
-    """Which teacher corrects which prompt."""
+    """Routing of prompts to teachers, and the balance of the loss among teachers."""
 
-    by: str = key("domain", "domain, task, or a column of the rows: its values name teachers.")
+    by: str = key(
+        "domain", "Property of a prompt that selects its teacher: domain, task, or a column of the rows."
+    )
     map: dict[str, str | dict[str, float]] = key(
-        {}, "Teacher of each value, or weights to draw it by ({a: 0.7, b: 0.3}); else the value is its name."
+        {}, "Teacher of each value, or sampling weights ({a: 0.7, b: 0.3}). Other values name a teacher."
     )
     shares: dict[str, float] | None = key(
-        None, "Target share of the loss of each teacher, or of the update; unset: what the token counts give."
+        None, "Target share of each teacher in the loss or update. Default: its share of the tokens."
     )
     balance: Literal["tokens", "shares", "sigma", "update"] | None = key(
         None,
-        "How teachers share the loss: tokens; shares (of the loss, as route.shares says); sigma (tokens by "
-        "the inverse spread of log teacher - log student); update (feedback holds the shares of the update "
-        "at route.shares, or at those of the prompts). Unset: shares if they are set, else tokens.",
+        "How the loss is divided among teachers: by tokens; by route.shares; sigma (tokens × the inverse "
+        "standard deviation of log teacher - log student); or update (feedback control of the shares of the "
+        "update, towards route.shares or the shares of the prompts). Default: shares if set, else tokens.",
     )
     project: bool = key(
-        False, "Project each step so that no teacher's loss in a domain grows (first order; always measured)."
+        False, "Project each update so that, to first order, no teacher's loss in a domain increases."
     )
     measure_every: int = key(
-        20, "Steps between measurements of each teacher's share of gradient and update; 0 = never.", ge=0
+        20,
+        "Steps between measurements of each teacher's share of gradient and update; 0 disables them.",
+        ge=0,
     )
 
     @property
@@ -164,31 +169,34 @@ _JSD = read_if(
 
 
 class Distill(Section):
-    """What is learnt from the teachers."""
+    """Distillation from the teachers."""
 
     divergence: Divergence | OwnName = key(
         "reverse_kl",
-        "forward_kl, reverse_kl or jsd of distributions; unbiased_reverse_kl of top_k; k1, k2, k3, "
-        "k1_straight, k3_straight, abs or mse of the sampled tokens' logprobs; one of your own is of "
-        "what signal gives.",
+        "forward_kl, reverse_kl or jsd (signals top_k and full); unbiased_reverse_kl (top_k); k1, k2, k3, "
+        "k1_straight, k3_straight, abs or mse (sampled); or a custom divergence.",
     )
     signal: Literal["sampled", "top_k", "full"] = key(
         "top_k",
-        "What a teacher gives: the sampled token's logprob, its top-k with the tail's mass, or its whole "
-        "distribution (by its last hidden states; not with url).",
+        "Teacher scores: logprobs of the sampled tokens, the top-k with the tail's mass, or the full "
+        "distribution (from the last hidden states; not with url).",
     )
-    top_k: int = key(32, "Tokens of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
+    top_k: int = key(32, "Size of the teacher's top-k.", read_with("distill.signal", "top_k"), ge=1)
     beta: float = key(
-        0.5, "Teacher's weight in jsd's mixture: near 0 forward KL, near 1 reverse KL.", _JSD, gt=0, lt=1
+        0.5,
+        "Teacher's weight in jsd's mixture. It approaches forward KL near 0 and reverse KL near 1.",
+        _JSD,
+        gt=0,
+        lt=1,
     )
     apply_as: Literal["loss", "advantage", "reward"] = key(
         "loss",
-        "Back-propagate the divergence (loss), or use the negative estimate k1, k2 or k3 as each token's "
-        "advantage, or as its reward before the advantage estimator.",
+        "Back-propagate the divergence (loss), or use its negative estimate (k1, k2 or k3) as each token's "
+        "advantage, or as its reward in the advantage estimator.",
     )
-    weight: float = key(1.0, "Weight of the teachers beside reward.weight.", gt=0)
+    weight: float = key(1.0, "Weight of distillation, relative to reward.weight.", gt=0)
     temperature: float | None = key(
-        None, "Temperature at which student and teacher are compared; the rollout's if unset.", gt=0
+        None, "Temperature at which student and teacher are compared. Default: the rollout's.", gt=0
     )
 
 
@@ -196,18 +204,21 @@ _JUDGE = read_with(".kind", "judge")
 
 
 class RewardModel(FrozenModel):
-    """A model that judges: placed like a teacher, its score mixed with the rule rewards by weight."""
+    """A reward model. Its placement is that of a teacher, and its weighted score is added to the reward."""
 
     kind: Literal["classifier", "judge"] = key(
-        "classifier", "classifier: a sequence classifier's score; judge: the number in a model's reply."
+        "classifier",
+        "classifier uses a sequence classifier's score, judge the number in a language model's reply.",
     )
-    # A field that is never set may be narrower.
-    model: str = key(..., "As of a teacher.")  # pyright: ignore[reportIncompatibleVariableOverride]
-    weight: float = key(1.0, "Factor of its score in the reward.")
-    label: int = key(0, "Output of the classifier that is the score.", read_with(".kind", "classifier"), ge=0)
+    # Recipes are immutable, so the field's type may be narrower.
+    model: str = key(..., "Folder, hub name, run folder or checkpoint, or with url its name on the server.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    weight: float = key(1.0, "Weight of its score in the reward.")
+    label: int = key(
+        0, "Index of the classifier's output that is the score.", read_with(".kind", "classifier"), ge=0
+    )
     prompt: str = key(
         "Question: {prompt}\nAnswer: {response}\nIs the answer right? Rate it from 0 to 10.\nRating: ",
-        "What a judge is asked; {prompt}, {response} and {answer} are filled in.",
+        "Prompt of a judge, with {prompt}, {response} and {answer}.",
         _JUDGE,
     )
-    max_new_tokens: int = key(8, "Longest reply of a judge.", _JUDGE, ge=1)
+    max_new_tokens: int = key(8, "Maximum tokens of a judge's reply.", _JUDGE, ge=1)

@@ -1,1 +1,1 @@
-"""Recipe files and their texts: YAML with line numbers, origins of values, problems in words."""
+"""Read and show recipe files: YAML with line numbers, origins of values, error messages."""

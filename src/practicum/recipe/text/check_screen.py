@@ -1,4 +1,4 @@
-"""What `practicum check` shows first: findings, what differs from the defaults, sizes, on one screen."""
+"""The summary of `practicum check`: findings, changes from the defaults and sizes on one screen."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from practicum.recipe.schema.section import Section
 
 LINES, COLUMNS = 40, 100
 _FINDINGS = 16
-"""Lines that findings may take if everything is not asked for."""
+"""Maximum lines of findings without --all."""
 _WIDEST = 38
-"""Columns of the longest key and value that are shown whole."""
+"""Maximum columns of keys and values. Longer ones are cut."""
 
 
 def screen(
     loaded: LoadedRecipe, findings: Sequence[str], sizes: Sequence[str], *, everything: bool = False
 ) -> str:
-    """The screen as text, cut to about 40 lines of 100 columns unless `everything` is wanted.
+    """Return the summary, cut to about 40 lines of 100 columns unless `everything` is set.
 
-    Findings are in the order in which they matter.
+    Findings are in order of importance.
     """
     head = [f"{loaded.recipe.name}: {loaded.source}", ""]
     sizes_lines = _block("sizes", [line for text in sizes for line in _wrapped(text)])
@@ -45,7 +45,7 @@ def screen(
 
 
 def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and default; a task, a teacher or a section that is off by default is one line."""
+    """Yield key, value and default. Tasks, teachers and optional sections take one line each."""
     for name, info in type(section).model_fields.items():
         here, value = f"{path}{name}", getattr(section, name)
         default = info.get_default(call_default_factory=True, validated_data={})
@@ -60,13 +60,13 @@ def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _nearby(text: str) -> str:
-    """The text with paths in the working directory relative to it."""
+    """Shorten paths in the working directory to relative ones."""
     here = str(Path.cwd())
     return text.replace(f"{here}/", "") if here != "/" else text
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Key, value and default below one another; a value has the room of a default that is empty."""
+    """Align keys, values and defaults in columns. A value may fill the column of an empty default."""
     first = min(_WIDEST, max(len(key) for key, _, _ in rows))
     second = min(_WIDEST, max(len(value) for _, value, default in rows if default))
     lines = []
@@ -79,7 +79,7 @@ def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    # Paths stay whole, to be copied.
+    # Paths are not cut, so that users can copy them.
     wrap = partial(textwrap.wrap, break_on_hyphens=False, break_long_words=False)
     return wrap(_nearby(text), COLUMNS - 2, subsequent_indent="  ") or [""]
 

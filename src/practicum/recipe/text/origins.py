@@ -1,4 +1,4 @@
-"""Where a value of a recipe came from, and how layers of recipes are laid over one another."""
+"""Merge layers of recipes, and keep the origin of each value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """default, a base (with its file), the recipe's file or dict, or --set; files come with the line."""
+    """Origin of a value: default, a base, the recipe's file or dict, or --set. Files come with the line."""
 
     kind: Literal["default", "base", "file", "dict", "--set"]
     file: str = ""
@@ -23,7 +23,7 @@ class Origin:
 
 DEFAULT = Origin("default")
 
-# Where one key takes the place of another, with the keys that make no sense without each.
+# Keys that replace one another, each with the keys that depend on it.
 _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
     ("model",): {"path": ("tokenizer",), "random_init": ()},
     ("tasks", "*"): {
@@ -36,16 +36,16 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
         "student": (),
     },
 }
-# Mappings of the user's own names, in which null drops an entry.
+# Mappings with names chosen by the user, in which null removes an entry.
 _NAMED = (("tasks",), ("teachers",), ("reward", "models"), ("route", "map"), ("route", "shares"))
 
 
 class Layers:
-    """Plain data made of layers, the later over the earlier, and the origin of each leaf.
+    """Plain data merged from layers, of which later ones override earlier ones, and the origin of each leaf.
 
-    Mappings are merged, everything else is replaced; so are weights of teachers in route.map. A key that
-    takes the place of another (model.random_init of model.path, a task's file of its kind) removes it.
-    `tasks.x: null` drops a task, and so with teachers, reward models and entries of a route.
+    Mappings are merged. Everything else is replaced, including the weights of teachers in route.map. A key
+    that replaces another (model.random_init for model.path, a task's file for its kind) removes it. `tasks.x:
+    null` removes a task. Teachers, reward models and entries of a route are removed in the same way.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Layers:
         self.origins: dict[str, Origin] = {}
 
     def add(self, layer: Mapping[str, Any], origin: Origin, lines: Mapping[str, int] | None = None) -> None:
-        """Lay one more recipe over what is there; `lines` are those of dotted paths."""
+        """Merge another layer into the data. `lines` maps dotted paths to line numbers."""
         self._merge(self.data, spelled_out((), layer), (), origin, lines or {})
 
     def _merge(
@@ -79,7 +79,7 @@ class Layers:
                 continue
             data[key] = copy.deepcopy(value)
             for leaf, _ in leaves(value, ".".join(here)):
-                # A value that was spelled out has the line of its section.
+                # An expanded short form has the line of its section.
                 line = lines.get(leaf, lines.get(leaf.rpartition(".")[0]))
                 self.origins[leaf] = replace(origin, line=line)
 
@@ -102,8 +102,8 @@ class Layers:
 
 
 def spelled_out(path: tuple[str, ...], value: Any) -> Any:
-    """A value with short forms written out: `runtime: ray` is {kind: ray}, `reward: exact` and
-    `reward: {functions: [exact]}` are {functions: [{use: exact}]}; so are a task's rewards."""
+    """Expand short forms: `runtime: ray` is {kind: ray}, and `reward: exact` and `reward: {functions:
+    [exact]}` are {functions: [{use: exact}]}, as in a task's rewards."""
     if isinstance(value, str) and path in (("runtime",), ("checks",)):
         return {"kind" if path == ("runtime",) else "level": value}
     if path == ("reward",) and isinstance(value, str | list):
@@ -119,7 +119,7 @@ def spelled_out(path: tuple[str, ...], value: Any) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is not a filled mapping; lists are leaves."""
+    """Yield the dotted path and value of every leaf. Lists and empty mappings are leaves."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{path}.{key}" if path else str(key))
@@ -128,7 +128,8 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(one: Any, two: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Dotted paths at which two recipes differ, with both values; a section that one has alone is a value."""
+    """Yield the dotted paths at which two recipes differ, with both values. A section of only one is a
+    value."""
     if isinstance(one, dict) and isinstance(two, dict):
         for name in dict.fromkeys([*one, *two]):
             yield from differences(one.get(name), two.get(name), f"{path}.{name}" if path else str(name))

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as RecipeErrors: path, found, expected, and what was meant."""
+"""Turn pydantic's errors into RecipeErrors with path, found value, expected value and suggestion."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _NUMBER = re.compile(r"\s*[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORE
 def explain(
     error: ValidationError, origins: Mapping[str, Origin], root: type[BaseModel] = Recipe
 ) -> list[RecipeError]:
-    """Every problem that a validation found, of a recipe or of another file whose whole is `root`.
+    """Return every problem of a validation, of a recipe or of another file with the model `root`.
 
-    Pydantic tells of each form of a union why it does not fit. Problems inside a form are of a value with
-    that form's shape; a value with no form's shape is one problem, and so is a list with too few items.
+    Pydantic reports each member of a union. If the value has a member's shape, the problems inside that
+    member are returned. A value of another shape, or a list with too few items, is one problem.
     """
     located = []
     for details in error.errors(include_url=False):
@@ -56,19 +56,19 @@ def explain(
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """A path for people: reward.functions[0].weight."""
+    """Format a path, as in reward.functions[0].weight."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".") or "the file"
 
 
 def shorten(value: Any, limit: int = 60) -> str:
-    """repr of a value, cut to fit on a line; words that YAML knows are written as in YAML."""
+    """Return repr of a value, cut to one line, with YAML's spelling of true, false and null."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeError:
-    """The problem with the file and line, or --set, of what was found, or of the list that it is in."""
+    """Return the problem with the origin of the value that was found, or of the list that contains it."""
     path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
     beneath = (o for key, o in origins.items() if key == path or key.startswith(f"{path}."))
     origin = origins.get(path) or next(beneath, None)
@@ -80,7 +80,7 @@ def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeEr
 
 
 def unknown_key(path: Sequence[str | int], root: type[BaseModel], value: Any = None) -> tuple[str, str]:
-    """For a key that does not exist: what could stand there, and what was probably meant."""
+    """Return the expected keys and a suggestion for a key that does not exist."""
     *parent, last = path
     word, level = str(last), dotted(parent) if parent else ""
     valid, prefix = list(keys_of(find_key(parent, root, tagged=False)[2], root)), f"{level}." if level else ""
@@ -131,7 +131,7 @@ def _advice(node: Node, value: Any, path: str, root: type[BaseModel]) -> str:
     if kinds == {"boolean"} and str(value).lower() in _YES_NO:
         return f"write {_YES_NO[str(value).lower()]}"
     if kinds <= {"integer", "number"} and isinstance(value, str) and _NUMBER.fullmatch(value):
-        hint = "write it with a dot (1.0e-4): YAML 1.1 readers take 1e-4 for text"
+        hint = "write it with a dot (1.0e-4): YAML 1.1 reads 1e-4 as a string"
         return hint if "e" in value.lower() and "." not in value else "remove the quotes"
     if kinds == {"string"} and isinstance(value, int | float):
         return "put it in quotes"

@@ -1,4 +1,4 @@
-"""The recipe as text: resolved, with the origin of each value, and the reference of all its keys."""
+"""Show a recipe with the origins of its values, and write the reference of all keys."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from practicum.recipe.text.type_text import find_key, keys_of, section_of, step_
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """Every value as YAML for the run folder: loads to the same recipe, from any folder."""
+    """Return the resolved recipe as YAML, which loads to the same recipe from any folder."""
     return yamlfile.dump(recipe.model_dump(mode="json", exclude={"extends"}))
 
 
 def show_recipe(loaded: LoadedRecipe) -> str:
-    """Every value with a comment that says where it came from, and why it is not read; valid YAML itself."""
+    """Return the resolved recipe as YAML with a comment for each value: its origin, and why it is not
+    read."""
     lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", origin_notes(loaded)))
     width = min(60, max(len(text) for text, _ in lines))
     return "\n".join(text if comment is None else f"{text:<{width}}  # {comment}" for text, comment in lines)
 
 
 def origin_notes(loaded: LoadedRecipe) -> dict[str, str]:
-    """Where each value came from, and why it is not read, by its dotted path."""
+    """Return the origin of each value, and why it is not read, by dotted path."""
     notes = {path: str(origin) for path, origin in loaded.origins.items()}
     for path, why in unread_notes(loaded.recipe).items():
         for leaf in notes:
@@ -56,12 +57,12 @@ def _lines(
 
 
 def markdown() -> str:
-    """One table per section: key, what it takes, default, sentence."""
+    """Return the reference in Markdown, with one table of keys per section."""
     return "\n".join(["# The recipe", "", *_section(Recipe, "")]).rstrip("\n") + "\n"
 
 
 def json_schema() -> str:
-    """JSON schema of a recipe, for editors."""
+    """Return the JSON schema of a recipe, for editors."""
     return json.dumps(Recipe.model_json_schema(), indent=2)
 
 

@@ -1,4 +1,4 @@
-"""The recipe's types in words, from its JSON schema: what a key takes, and where keys live."""
+"""Describe the types of recipe keys from the JSON schema, and find keys by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from practicum.recipe.schema.recipe import Recipe
 
 Path = tuple[str | int, ...]
 Node = dict[str, Any]
-"""A part of a JSON schema: all that is known of a key or of an item of a list or mapping."""
-_ONE = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
-_MANY = {"integer": "whole numbers", "number": "numbers", "string": "text", "object": "mappings"}
+"""The JSON schema of a key, or of an item of a list or mapping."""
+_ONE = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
+_MANY = {"integer": "integers", "number": "numbers", "string": "strings", "object": "mappings"}
 _BOUNDS = {
     "minimum": "at least {}",
     "exclusiveMinimum": "greater than {}",
@@ -30,14 +30,14 @@ _BOUNDS = {
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, directly, as a form of several, or as items of a list or mapping."""
+    """Return the section that a key holds: directly, in a union, or as items of a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((section for kind in get_args(annotation) if (section := section_of(kind))), None)
 
 
 def step_name(annotation: Any, name: str) -> str:
-    """A key as paths write it: tasks.<name> for mappings, functions[] for lists of sections."""
+    """Return a key as a step of a path: tasks.<name> for mappings, functions[] for lists of sections."""
     kinds = {get_origin(kind) for kind in (annotation, *get_args(annotation))}
     if section_of(annotation) is None:
         return name
@@ -45,7 +45,7 @@ def step_name(annotation: Any, name: str) -> str:
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key there is with its dotted path, sections before what they hold."""
+    """Yield every key with its dotted path, sections before their keys."""
     for name, info in section.model_fields.items():
         yield prefix + name, info
         if inner := section_of(info.annotation):
@@ -53,7 +53,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
 
 
 def recipe_keys(section: type[BaseModel] = Recipe) -> set[str]:
-    """Return every key as Section.key. Sections that several keys hold, or inherit from, count once."""
+    """Return every key as Section.key. Sections that several keys hold or inherit count once."""
     keys: set[str] = set()
     for name, info in section.model_fields.items():
         owner = next(c for c in reversed(section.__mro__) if name in get_annotations(c))
@@ -63,13 +63,13 @@ def recipe_keys(section: type[BaseModel] = Recipe) -> set[str]:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words a key may be, if it is a choice (or has a choice among its forms)."""
+    """Return the allowed words of a key that is a choice or has one in its union."""
     kinds = get_args(annotation)
     return list(kinds) if get_origin(annotation) is Literal else [w for kind in kinds for w in choices(kind)]
 
 
 def nearest(word: str, among: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The likeliest meaning of a misspelt word."""
+    """Return the closest match of a misspelt word, or None."""
     return next(iter(difflib.get_close_matches(word, list(among), n=1, cutoff=cutoff)), None)
 
 
@@ -79,7 +79,7 @@ def _schema(root: type[BaseModel]) -> Node:
 
 
 def forms_of(node: Node, root: type[BaseModel] = Recipe) -> list[Node]:
-    """The forms that a value may have, null aside: several for a union, else one."""
+    """Return the members of a union except null, or the type itself."""
     if "$ref" in node:
         return forms_of(_schema(root)["$defs"][node["$ref"].rpartition("/")[2]], root)
     if "anyOf" in node:
@@ -88,21 +88,21 @@ def forms_of(node: Node, root: type[BaseModel] = Recipe) -> list[Node]:
 
 
 def kinds_of(node: Node) -> list[Node]:
-    """The types that a key declares, null aside."""
+    """Return the types that a key declares, except null."""
     return [kind for kind in node.get("anyOf", [node]) if kind.get("type") != "null"]
 
 
 def keys_of(node: Node, root: type[BaseModel] = Recipe) -> Node:
-    """The keys of a section, or of all sections among its forms."""
+    """Return the keys of a section, or of all sections in a union."""
     return {name: key for form in forms_of(node, root) for name, key in form.get("properties", {}).items()}
 
 
 def find_key(
     location: Sequence[str | int], root: type[BaseModel] = Recipe, *, tagged: bool = True
 ) -> tuple[Path, Path | None, Node]:
-    """The path that a location means, the union that it is in, or is, and the schema there.
+    """Return the path of a location, the union that contains it or is it, and the schema there.
 
-    Pydantic's locations are `tagged`: they name a union's form after the union's path.
+    Pydantic's locations are `tagged`: they name a union's member after the union's path.
     """
     node, path, union = _schema(root), (), None
     for step in location:
@@ -123,14 +123,15 @@ def _step_into(form: Node, step: str | int) -> Node | None:
 
 
 def takes(node: Node, root: type[BaseModel] = Recipe) -> str:
-    """All that a key takes: 'a whole number, at least 0', 'one of k1, k2, k3', 'a list of text, or null'."""
+    """Describe the values of a key: 'an integer, at least 0', 'one of k1, k2', 'a list of strings, or
+    null'."""
     if "anyOf" in node:
         kinds = kinds_of(node)
         words = [takes(kind, root) for kind in kinds]
         if len(kinds) > 1:  # sections by how they are written: {own: …}
             first = [next(iter(keys_of(kind, root)), "") for kind in kinds]
             words = [f"{{{key}: …}}" if key else text for key, text in zip(first, words, strict=True)]
-        if words[-1] == "text" and "enum" in kinds[0]:
+        if words[-1] == "a string" and "enum" in kinds[0]:
             words[-1] = "package.module:name"
         return ", or ".join(words if kinds == node["anyOf"] else [*words, "null"])
     if words := node.get("enum", [node["const"]] if "const" in node else []):

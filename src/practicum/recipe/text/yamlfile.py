@@ -1,4 +1,4 @@
-"""YAML 1.2 by ruamel.yaml, as recipes want it: plain data without tags, with the line of each key."""
+"""Read and write YAML 1.2 with ruamel.yaml: plain data without tags, with the line of each key."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from practicum.errors import RecipeError
 
 _TAG = "tag:yaml.org,2002:"
 _WORD = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_/][\w./-]*(?: [\w./-]+)*", re.IGNORECASE)
-"""Text that no reader of YAML 1.1 or 1.2 takes for something else."""
+"""Strings that need no quotes in YAML 1.1 and 1.2."""
 
 
 class _Constructor(RoundTripConstructor):
-    """Leaves dates text."""
+    """Loads dates as strings."""
 
 
 class _Representer(SafeRepresenter):
-    """Writes what readers of YAML 1.1 understand alike: quoted text, and 1.0e-05."""
+    """Writes values that YAML 1.1 and 1.2 read alike, such as quoted strings and 1.0e-05."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -37,7 +37,7 @@ def _text(representer: _Representer, text: str) -> Any:
 
 
 def _number(representer: _Representer, number: float) -> Any:
-    # NaN, which no key takes, is written as text.
+    # NaN, which no key allows, is written as a string.
     text = repr(number).replace("inf", ".inf")
     return representer.represent_scalar(_TAG + "float", re.sub(r"^(-?\d+)e", r"\1.0e", text))
 
@@ -49,14 +49,14 @@ _Representer.add_representer(float, _number)
 
 @dataclass
 class Document:
-    """A parsed file: plain data, and the line of each dotted path."""
+    """A parsed file, with the line of each dotted path."""
 
     data: Any
     lines: dict[str, int] = field(default_factory=dict)
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse one YAML document; whatever is wrong is a RecipeError with `name`, line and column."""
+    """Parse one YAML document. Errors are RecipeErrors with `name`, line and column."""
     reader = YAML()
     reader.Constructor = _Constructor
     document = Document(None)
@@ -75,7 +75,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def dump(data: Any, *, flow: bool = False) -> str:
-    """Write plain data so that `parse` reads the same; `flow` puts it on one line."""
+    """Write plain data for `parse`. `flow` writes one line."""
     writer = YAML(typ="safe", pure=True)
     writer.Representer = _Representer
     writer.default_flow_style, writer.allow_unicode = flow, True
@@ -87,7 +87,7 @@ def dump(data: Any, *, flow: bool = False) -> str:
 
 
 def _plain(value: Any, path: tuple[str, ...], lines: dict[str, int], name: str, place: str) -> Any:
-    """Return plain data, and note the lines of its keys; `place` is that of the value's key."""
+    """Return plain data, and store the lines of its keys. `place` is the location of the value's key."""
     if isinstance(value, CommentedSeq):
         return [_plain(item, (*path, str(n)), lines, name, place) for n, item in enumerate(value)]
     if isinstance(value, CommentedMap):
@@ -96,7 +96,7 @@ def _plain(value: Any, path: tuple[str, ...], lines: dict[str, int], name: str, 
             line, column = value.lc.data[key][:2] if key in (value.lc.data or {}) else (value.lc.line, 0)
             here = f"{name}:{line + 1}:{column + 1}"
             if not isinstance(key, str):
-                raise RecipeError(here, f"the key {key}", "text as a key", "put it in quotes")
+                raise RecipeError(here, f"the key {key}", "a string as a key", "put it in quotes")
             if "." in key:
                 advice = f"nest it: {key.rpartition('.')[2]} inside {key.rpartition('.')[0]}"
                 raise RecipeError(here, f"the key {key!r}", "a key without dots", advice)
@@ -124,7 +124,7 @@ def _syntax_error(error: MarkedYAMLError, name: str, text: str) -> RecipeError:
     if "'\\t'" in problem:
         advice = "indent with spaces, not tabs"
     elif "mapping values are not allowed" in problem:
-        advice = "put text that holds ': ' in quotes, and check the indentation"
+        advice = "quote strings that contain ': ', and check the indentation"
     elif "expected a single document" in str(error):
         problem, advice = "a second document", "a file holds one recipe: remove the line '---'"
     return RecipeError(place, f"a YAML syntax error ({problem})", "valid YAML", advice)

@@ -1,1 +1,1 @@
-"""The HTTP endpoint through which agents that exist already call the model: requests become turns."""
+"""The HTTP endpoint for external agents. Requests become turns of a session."""

@@ -1,7 +1,7 @@
-"""A session that an agent drives by requests: each becomes a turn of the trajectory that it continues.
+"""A session driven by an agent's requests. Each becomes a turn of the trajectory that it continues.
 
-Turns are a tree. A request continues the deepest turn whose conversation it extends: in place if nothing has
-continued that turn yet, else in a fork. Tokens are never made again from text.
+Turns form a tree. A request continues the deepest turn whose conversation it extends: in place for a leaf,
+else in a fork. Text is never tokenised again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from practicum.sessions.session import ModelTurn, New, Session, Trajectory
 from practicum.tasks.messages import Message, prompt_text
 
 MOST_OPEN = 64
-"""Requests of a session that may be in flight."""
+"""Maximum requests of a session in flight."""
 _NEUTRAL = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -38,26 +38,26 @@ _NEUTRAL = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
 }
-"""Values of sampling settings that change nothing."""
+"""Values of sampling settings without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMarks:
-    """What tells a resent request from a new one, and who sent it."""
+    """Marks that distinguish a resent request from a new one, and its client."""
 
     body: bytes
     """A digest of path and body."""
     key: str | None = None
     """The Idempotency-Key."""
     retry: int | None = None
-    """The number of the try, if the client tells it."""
+    """The number of the try, if the client sends it."""
     path: str = ""
     client: str = ""
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """The state after a turn, which a later request may extend. The first one is the prompt."""
+    """The state after a turn, which later requests may extend. The first is the prompt."""
 
     session: Session
     trajectory: Trajectory
@@ -66,13 +66,13 @@ class Turn:
     messages: list[Message]
     turn_start: int
     text: str | None = None
-    """Of completions: all text up to here."""
+    """All text up to here, for completions."""
     name: bytes = b""
     is_taken: bool = False
     """True if a later turn continues the trajectory from here."""
 
     def fork(self, root: Session, name: int) -> Session:
-        """Return a session that continues from here; the tokens so far are its prompt."""
+        """Return a session that continues from here, with the tokens so far as its prompt."""
         ids, images = self.trajectory.ids()[: self.end], self.trajectory.images
         trajectory = Trajectory(ids, images, list(self.messages), self.turn_start)
         return root.branch(name, trajectory, self.session.start)
@@ -92,7 +92,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a request's turn goes: a session, and what is new there."""
+    """Where a request's turn is added: a session, and its new content."""
 
     parent: Turn | None
     session: Session
@@ -103,14 +103,14 @@ class _Place:
 
 
 class AgentSession:
-    """Requests of one session. `counts` has what happened; `trouble` is an error that is not the agent's."""
+    """Handles the requests of a session. `counts` has events, `trouble` an error that is not the agent's."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.reward: object = None
         self.counts = Counter[str]()
         self.requests: list[tuple[str, str]] = []
-        """Path and client of each request that was answered by a new turn."""
+        """Path and client of each request that led to a new turn."""
         self.trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.replies: dict[str, list[Message]] = {}
         """Conversations by the ids of the replies that end them."""
@@ -123,7 +123,7 @@ class AgentSession:
         self._contexts: dict[str, str] = {}
         self._depth, self._turns = 0, 0
         self._last: dict[int, tuple[int, bytes]] = {}
-        """Of each trajectory, by id: how many turns surely came before its last one, and that one's name."""
+        """By trajectory id: how many turns certainly precede its last one, and the last one's name."""
         start, opening, root = session.start, session.opening, session.trajectory
         text = prompt_text(session.prompt.content)
         if start.messages is not None:
@@ -136,7 +136,7 @@ class AgentSession:
         self._texts = [first]
 
     def ask(self, request: TurnRequest, marks: RequestMarks) -> Exchange:
-        """Return the exchange of a request: a new turn, or that of the request which it repeats."""
+        """Return the exchange of a request: a new turn, or the exchange of the request that it repeats."""
         self.counts["requests"] += 1
         if (earlier := self._repeated(marks)) is not None:
             self.counts["retries"] += 1
@@ -146,7 +146,7 @@ class AgentSession:
             raise Refusal(429, f"{MOST_OPEN} requests of this session are in flight")
         most = self.session.agent.turns
         if self._turns + request.n > most:
-            raise Refusal(400, f"the session has had its turns (agent.turns: {most})", "turn_limit")
+            raise Refusal(400, f"the session has used all its turns (agent.turns: {most})", "turn_limit")
         self._check_settings(request)
         places = [self._place(request) for _ in range(request.n)]
         self._turns += request.n
@@ -164,14 +164,15 @@ class AgentSession:
         return exchange
 
     def count_tokens(self, request: TurnRequest) -> int:
-        """Return the tokens that the model would read before its turn."""
+        """Return the number of tokens that the model would read before its turn."""
         counts = self.counts.copy()
         place = self._place(request, peek=True)
         self.counts = counts
         return place.session.context - place.session.room_after(place.new)
 
     async def end(self) -> list[Trajectory]:
-        """Discard turns in flight; return the trajectories in order, that of the last turn at the end."""
+        """Discard turns in flight. Return the trajectories in order, with that of the last turn at the
+        end."""
         self.is_over = True
         open_tasks = [exchange.task for exchange in self._exchanges if not exchange.task.done()]
         self.counts["discarded"] += len(open_tasks)
@@ -179,7 +180,7 @@ class AgentSession:
             task.cancel()
         await asyncio.gather(*open_tasks, return_exceptions=True)
         for turn in [turn for exchange in self._exchanges if exchange.is_left for turn in exchange.turns]:
-            if len(turn.trajectory) == turn.end:  # nobody read this turn, and none follows it
+            if len(turn.trajectory) == turn.end:  # no client read this turn, and none follows it
                 self.counts["discarded"] += 1
                 turn.trajectory.drop_last()
         trajectories = [t for t in self.session.trajectories if t.sampled_tokens]
@@ -190,24 +191,26 @@ class AgentSession:
         return sorted(trajectories, key=lambda t: self._last[id(t)])
 
     def _repeated(self, marks: RequestMarks) -> Exchange | None:
-        """Return the exchange that a request repeats, if it does."""
+        """Return the exchange that a request repeats, or None."""
         if marks.key is not None:
             return self._by_key.get(marks.key)
         same = self._by_body[marks.body]
-        if marks.retry is None:  # a client that does not say sends the same only while it has no reply
+        if (
+            marks.retry is None
+        ):  # without a retry count, identical requests are retries only while no reply was sent
             return next((e for e in same if not e.is_delivered), None)
         if not marks.retry:
             return None
-        # Of siblings, the one whose client went away; then one without a reply; then the last one.
+        # Among siblings, prefer one whose client disconnected, then one without a reply, then the last.
         return min(reversed(same), key=lambda e: (not e.is_left, e.is_delivered), default=None)
 
     def _close(self, task: asyncio.Task[list[TurnReply]]) -> None:
         self._open -= 1
         if not task.cancelled():
-            task.exception()  # its client may be gone: nobody else asks for it
+            task.exception()  # marks the exception as retrieved if the client is gone
 
     def _check_settings(self, request: TurnRequest) -> None:
-        """Count sampling settings that the recipe's override; refuse them if agent.strict."""
+        """Count sampling settings that the recipe overrides, or reject them if agent.strict."""
         drawn = self.session.sampling
         ours = {"temperature": drawn.temperature, "top_p": drawn.top_p, "min_p": drawn.min_p}
         for name, value in request.asked.items():
@@ -217,10 +220,10 @@ class AgentSession:
             self.counts["overridden"] += 1
             self.counts[f"overridden/{name}"] += 1
             if self.session.agent.strict:
-                raise Refusal(400, f"{name} is {value!r}, and the recipe decides (agent.strict)", name)
+                raise Refusal(400, f"{name} is {value!r}, which differs from the recipe (agent.strict)", name)
 
     def _context(self, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """Return the name of tools and template options. Those that the template writes alike have one."""
+        """Return a name for tools and template options. Those that the template renders alike share it."""
         written = json.dumps([tools, options], sort_keys=True, default=str)
         session = self.session
         if session.start.messages is None:
@@ -235,11 +238,11 @@ class AgentSession:
         return self._contexts[written]
 
     def _place(self, request: TurnRequest, peek: bool = False) -> _Place:
-        """Return where a request's turn goes; Refusal if the template can't write its messages."""
+        """Return where a request's turn is added. Raise Refusal if the template can't render its messages."""
         find = self._of_text if request.prompt is not None else self._of_messages
         try:
             place = find(request, peek)
-            place.session.room_after(place.new)  # writes the messages: what the template refuses shows here
+            place.session.room_after(place.new)  # renders the messages, which the template may reject
             if place.in_place and place.parent is not None and not peek:
                 place.parent.is_taken = True
             return place
@@ -294,7 +297,7 @@ class AgentSession:
     def _continue(
         self, turns: Sequence[Turn], new: New | None, written: str, context: str, peek: bool
     ) -> _Place:
-        """Continue one of several equal turns: one that nothing continues yet, else a fork of the first."""
+        """Continue one of several equal turns: a leaf if possible, else a fork of the first."""
         for turn in turns:
             if not turn.is_taken:
                 return _Place(turn, turn.session, new, self._name(turn.name, written, peek), context, True)
@@ -304,13 +307,13 @@ class AgentSession:
         return _Place(turns[0], turns[0].fork(self.session, int.from_bytes(name)), new, name, context)
 
     def _name(self, parent: bytes, written: str, peek: bool) -> bytes:
-        """Return the name of a turn: of what it follows and how many there are of it, never of time."""
+        """Return a turn's name, from its parent and number, independent of timing."""
         base = blake2b(parent + written.encode("utf-8", "replace"), digest_size=8).digest()
         self._siblings[base] += not peek
         return blake2b(base + str(self._siblings[base]).encode(), digest_size=8).digest()
 
     def _note_difference(self, context: str, keys: tuple[MessageKey, ...]) -> None:
-        """Count a request that continues no turn, by the first field in which it differs from the nearest."""
+        """Count a request that continues no turn, by the first field that differs from the closest turn."""
         nearest = [(*first_difference(known, keys), where == context) for where, known in self._by_keys]
         _, name, is_same = max(
             nearest, key=lambda n: (n[0], n[2], n[1] != "length"), default=(0, "content", True)
@@ -324,7 +327,7 @@ class AgentSession:
             return list(await asyncio.gather(*work))
         except Refusal:
             raise
-        except Exception as error:  # of the engine: it ends the run, not the request
+        except Exception as error:  # engine errors end the run, not the request
             if not self.trouble.done():
                 self.trouble.set_exception(error)
             raise Refusal(500, str(error)) from error
@@ -351,7 +354,7 @@ class AgentSession:
     def _finished(
         self, request: TurnRequest, place: _Place, turn: ModelTurn, depth: int
     ) -> tuple[Turn, TurnReply]:
-        """Keep the state after a turn; return it and the reply."""
+        """Store the state after a turn. Return it and the reply."""
         session, trajectory = place.session, place.session.trajectory
         self._depth = max(self._depth, depth)
         self._last[id(trajectory)] = depth, place.name

@@ -1,4 +1,4 @@
-"""Four API dialects over one form of request and reply: chat completions, completions, responses, messages.
+"""Four API dialects with a shared request and reply: chat completions, completions, responses, messages.
 
 A dialect reads a request's JSON, writes replies as JSON or as a stream's events, and writes errors.
 """
@@ -17,7 +17,7 @@ from practicum.user_code import short_repr
 
 Data = dict[str, Any]
 Event = tuple[str | None, Data | str]
-"""The name of a stream's event, if its dialect has names, and its data."""
+"""Name (if the dialect has names) and data of a stream's event."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -32,13 +32,13 @@ _SAMPLING = (
 
 
 class Dialect(Protocol):
-    """How one API writes requests and replies."""
+    """Parses requests and formats replies of one API."""
 
     ping: bytes
-    """What keeps a stream's connection open while the turn is sampled."""
+    """Keep-alive of a stream while the turn is sampled."""
 
     def read(self, data: Data, replies: Mapping[str, list[Message]]) -> TurnRequest:
-        """Return the request; Refusal if it is malformed. `replies` are conversations by replies' ids."""
+        """Parse a request, or raise Refusal. `replies` maps ids of replies to conversations."""
         ...
 
     def write(self, request: TurnRequest, replies: Sequence[TurnReply]) -> Data: ...
@@ -311,11 +311,11 @@ DIALECTS: dict[str, Dialect] = {
     "responses": Responses(),
     "messages": Messages(),
 }
-"""By the path after /v1/."""
+"""Dialects by path after /v1/."""
 
 
 def _openai(data: Data, max_tokens: int | None) -> Data:
-    """Return what requests of OpenAI's dialects have in common."""
+    """Return the fields that requests of OpenAI's dialects share."""
     asked = {name: data[name] for name in _SAMPLING if data.get(name) is not None}
     return {
         "model": str(data.get("model") or ""),
@@ -339,7 +339,7 @@ def _usage(replies: Sequence[TurnReply]) -> Data:
 
 
 def _chat_message(message: Data, names: dict[str, str]) -> Message:
-    """Return a message of a chat; `names` has the names of calls by their ids, and takes this one's."""
+    """Return a chat message. `names` maps call ids to names, and receives this message's."""
     role = ROLES.get(str(message.get("role")))
     if role is None:
         raise Refusal(400, f"a message's role is {short_repr(message.get('role'), 60)}")
@@ -372,7 +372,7 @@ def _chat_reply(reply: TurnReply) -> Data:
 
 
 def _add_item(messages: list[Message], item: Data, names: dict[str, str]) -> None:
-    """Append an item of a Responses input; the calls of a turn belong to its message."""
+    """Append an item of a Responses input. Calls of a turn are added to its message."""
     kind = item.get("type", "message")
     if kind == "message":
         messages.append(_chat_message(item, names))
@@ -390,7 +390,7 @@ def _add_item(messages: list[Message], item: Data, names: dict[str, str]) -> Non
 
 
 def _blocks(message: Data, names: dict[str, str]) -> Iterator[Message]:
-    """Yield the messages that Anthropic's content blocks are: results of tools come before other text."""
+    """Yield the messages in Anthropic's content blocks. Tool results come before other text."""
     content = message.get("content")
     if not isinstance(content, list):
         yield _chat_message(message, names)
@@ -413,7 +413,7 @@ def _blocks(message: Data, names: dict[str, str]) -> Iterator[Message]:
 
 
 def _function_tools(data: Data, asked: Data, kind: str) -> list[Data]:
-    """Return the tools that are functions of the client; others, which the API's host runs, are `asked`."""
+    """Return the client's function tools. Hosted tools are added to `asked`."""
     tools = _items(data, "tools", [])
     if others := sorted({str(tool["type"]) for tool in tools if tool.get("type", kind) != kind}):
         asked["tools"] = others
@@ -453,7 +453,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _empty(item: Data) -> Data:
-    """Return an item of a stream as it begins."""
+    """Return a stream's item in its initial state."""
     blanks: Data = {"text": "", "thinking": "", "arguments": "", "content": [], "summary": [], "input": {}}
     begun = {name: blanks.get(name, value) for name, value in item.items()}
     return {**begun, "status": "in_progress"} if "status" in item else begun

@@ -1,4 +1,4 @@
-"""The endpoint of a process: an HTTP server on the loopback interface for the sessions that run in it."""
+"""An HTTP server on the loopback interface for the sessions of this process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from practicum.sessions.session import Session
 from practicum.user_code import finite_number, short_repr
 
 MODEL = "student"
-"""The name of the model. Requests may use any other."""
+"""Name of the model. Requests may use any name."""
 MAX_BODY = 64 << 20
 PING_S = 3.0
-"""Seconds between signs of life in a stream whose turn is being sampled."""
+"""Seconds between keep-alives of a stream while its turn is sampled."""
 _ENDED = 4096
-"""Keys of ended sessions that are told apart from unknown ones."""
+"""Number of keys of ended sessions that are remembered."""
 _LARGE_BODY = 1 << 18
 
 
 class AgentEndpoint:
-    """Serves the sessions of one event loop. A session's key is random and is valid until its end."""
+    """Serves the sessions of an event loop. Each session has a random key until it ends."""
 
     def __init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -42,7 +42,7 @@ class AgentEndpoint:
         self._sessions: dict[str, AgentSession] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED)
         self.strays = 0
-        """Refused requests that belong to no running session."""
+        """Number of rejected requests that belong to no running session."""
         routes: list[Route] = []
         for prefix in ("", "/sessions/{session}"):
             for path in DIALECTS:
@@ -55,7 +55,7 @@ class AgentEndpoint:
 
     @asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, AgentSession]]:
-        """Serve a session; yield its key."""
+        """Serve a session inside the context, and yield its key."""
         key, agent = f"sk-{secrets.token_urlsafe(24)}", AgentSession(session)
         self._sessions[key] = agent
         try:
@@ -90,7 +90,7 @@ class AgentEndpoint:
             asked = await _read(dialect, body, agent)
             exchange = self._ask(agent, asked, request, body)
             if asked.stream:
-                # A turn that fails early is an error with its status, not a stream.
+                # A turn that fails early returns an error status instead of a stream.
                 await asyncio.wait({exchange.task}, timeout=PING_S)
                 if not exchange.task.done() or exchange.task.exception() is None:
                     events = _stream(dialect, asked, exchange)
@@ -137,7 +137,7 @@ class AgentEndpoint:
         return JSONResponse({"object": "list", "data": [entry], "has_more": False})
 
     def _error(self, request: Request, status: int, message: str, code: str | None) -> dict[str, Any]:
-        """Count a refused request and return the error in its dialect."""
+        """Count a rejected request, and return the error in its dialect."""
         agent: AgentSession | None = getattr(request.state, "agent", None)
         if agent is None or agent.is_over:
             self.strays += status < 500
@@ -150,7 +150,8 @@ _ENDPOINTS: dict[asyncio.AbstractEventLoop, AgentEndpoint] = {}
 
 
 def running_endpoint() -> AgentEndpoint:
-    """Return the endpoint of the running event loop, started at the first call; it ends with the loop."""
+    """Return the endpoint of the running event loop, which starts at the first call and ends with the
+    loop."""
     loop = asyncio.get_running_loop()
     if loop not in _ENDPOINTS:
         _ENDPOINTS[loop] = endpoint = AgentEndpoint()
@@ -184,7 +185,7 @@ async def _read(dialect: Dialect, body: bytes, agent: AgentSession) -> TurnReque
 
 
 async def _stream(dialect: Dialect, asked: TurnRequest, exchange: Exchange) -> AsyncIterator[bytes]:
-    """Yield the finished turn as events, with signs of life before it; note a client that leaves."""
+    """Yield keep-alives, then the finished turn as events. Record a client that disconnects."""
     try:
         while not exchange.task.done():
             yield dialect.ping

@@ -1,4 +1,4 @@
-"""Agents that exist already as loops of sessions: a program, or a function of the user's."""
+"""Run external agents as agent loops: a program, or a user's function."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from practicum.user_code import shorten
 
 Result = tuple[list[Trajectory], Any] | list[Trajectory]
 _TAIL = 1 << 16
-"""Bytes at the end of a program's output that are read for its reward or its error."""
+"""Bytes at the end of a program's output to search for a reward or error."""
 _ROUNDS = 50
-"""How often processes of an ended program are looked for."""
+"""Number of searches for remaining processes of an ended program."""
 _NEVER_S = 10**9
-"""The session's own deadline ends a function."""
+"""The session's deadline ends a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """What a function needs to attempt a prompt: where the model is, and the prompt."""
+    """Argument of a function loop: the prompt, and the model's endpoint."""
 
     base_url: str
-    """For OpenAI's clients; Anthropic's take `anthropic_url`."""
+    """Base URL for OpenAI's clients. Anthropic's use `anthropic_url`."""
     api_key: str
     prompt: str
     messages: list[Message]
@@ -54,7 +54,7 @@ class AgentTask:
 
 
 async def run_function(spec: FunctionLoop, session: Session) -> Result:
-    """Run a function with the endpoint; what it returns, if anything, is the reward."""
+    """Run a function with the endpoint. Its result, if not None, is the reward."""
     function, endpoint = import_function(spec.function, "agent.loop.function"), running_endpoint()
     async with endpoint.open(session) as (key, agent):
         prompt = session.prompt
@@ -77,10 +77,10 @@ async def run_function(spec: FunctionLoop, session: Session) -> Result:
 
 
 async def run_command(spec: CommandLoop, session: Session) -> Result:
-    """Run a program with the endpoint in its environment, and end all its processes.
+    """Run a program with the endpoint in its environment, then end all its processes.
 
-    A JSON object with `reward` in the last line of its output is the reward. Another exit code than 0 is the
-    session's failure.
+    A JSON object with `reward` in the last line of its output sets the reward. A non-zero exit code is a
+    failure of the session.
     """
     endpoint = running_endpoint()
     async with endpoint.open(session) as (key, agent):
@@ -106,7 +106,7 @@ async def run_command(spec: CommandLoop, session: Session) -> Result:
 
 
 async def _unless_trouble(agent: AgentSession, work: Any) -> Any:
-    """Return what the work returns; trouble of the engine ends it and is raised."""
+    """Return the work's result. An error of the engine cancels it and is raised."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task, agent.trouble}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +120,7 @@ async def _unless_trouble(agent: AgentSession, work: Any) -> Any:
 
 
 async def _result(agent: AgentSession, reward: Any) -> Result:
-    """Return the trajectories and the reward: the agent's own, else one that was posted, else none."""
+    """Return the trajectories and the reward: the agent's result, else a posted reward, else None."""
     trajectories = await agent.end()
     reward = agent.reward if reward is None else reward
     if not trajectories and agent.counts["refused"]:
@@ -145,7 +145,7 @@ def _filled(part: str, fills: dict[str, str]) -> str:
 
 
 async def _run(command: Sequence[str], key: str, url: str, files: tuple[IO[bytes], ...]) -> int:
-    """Run a program to its end: its exit code. None of its processes is left when this returns."""
+    """Run a program, and return its exit code after ending all its processes."""
     environment = {
         **os.environ,
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -157,13 +157,13 @@ async def _run(command: Sequence[str], key: str, url: str, files: tuple[IO[bytes
     stdin, stdout, stderr = files
     if shutil.which(command[0]) is None:
         raise RecipeError("agent.loop.command", repr(command[0]), "a program that can be started")
-    # It ends with this process, too, however that ends.
+    # It also ends if this process is killed.
     guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
+    # Not asyncio's subprocesses, which leak pipes if their start is cancelled.
     process = subprocess.Popen(
         [*guard, *command], stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
     )
-    # In their own threads: the event loop's pool has few, and as many programs run as sessions.
+    # Separate threads, because the event loop's pool is smaller than the number of sessions.
     ended = asyncio.ensure_future(_in_thread(process.wait))
     try:
         return await asyncio.shield(ended)
@@ -178,7 +178,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def _kill(group: int, key: str) -> None:
-    """Kill a program's process group, and processes that left it, which have its key in their environment."""
+    """Kill a program's process group, and processes outside of it with its key in their environment."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
     for _ in range(_ROUNDS):
@@ -191,7 +191,7 @@ def _kill(group: int, key: str) -> None:
 
 
 def _having(key: bytes) -> Iterator[int]:
-    """Yield the processes that have the key in their environment; none where there is no /proc."""
+    """Yield the processes with the key in their environment, or none without /proc."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (

@@ -1,4 +1,4 @@
-"""A request for a turn and the reply to it, in the form that all dialects are read into and written from.
+"""A request for a turn and its reply, in a format shared by all dialects.
 
 Messages are those of chat templates: role, text content, an assistant's `tool_calls`, a tool's `name`.
 """
@@ -30,14 +30,14 @@ ROLES = {
 }
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _ECHO = re.compile(r"\s*Calling tools:\n(\[\{.*\}\])\Z", re.DOTALL)
-"""How smolagents writes a turn's calls into its text; what it calls python_interpreter is the text itself."""
+"""Format of smolagents' calls in a turn's text. Calls of python_interpreter are the text itself."""
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 MessageKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call in a reply; `arguments` is JSON."""
+    """A call in a reply. `arguments` is JSON."""
 
     name: str
     arguments: str
@@ -46,7 +46,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a client asks for. `prompt` is that of a completion, which has no messages."""
+    """A request for a turn. `prompt` is set for completions, which have no messages."""
 
     model: str
     messages: list[Message]
@@ -59,12 +59,12 @@ class TurnRequest:
     stream: bool = False
     include_usage: bool = False
     asked: dict[str, Any] = field(default_factory=dict)
-    """Sampling settings that it asks for."""
+    """Requested sampling settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnReply:
-    """A turn as a client gets it."""
+    """A turn in the client's format."""
 
     text: str
     finish: Literal["stop", "length", "tool_calls"]
@@ -76,14 +76,14 @@ class TurnReply:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def message(self) -> Message:
-        """Return the turn as a message of a request that follows it."""
+        """Return the turn as a message of a later request."""
         calls = [chat_call(call.name, call.arguments) for call in self.calls]
         message: Message = {"role": "assistant", "content": self.text}
         return {**message, "tool_calls": calls} if calls else message
 
 
 def chat_call(name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call as chat templates take it: arguments are a mapping, text that is none stays text."""
+    """Return a call in the format of chat templates. Arguments that are not a mapping stay text."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -94,7 +94,7 @@ def chat_call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: none, text, or parts of text."""
+    """Return the text of a message's content: None, text, or parts of text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -112,9 +112,9 @@ def text_of(content: Any) -> str:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Return what must be equal for two messages to be the same one.
+    """Return a key that is equal for equal messages.
 
-    Clients drop reasoning, trim a reply, and write call ids and arguments in their own way.
+    It ignores reasoning, whitespace at the ends, call ids and the format of arguments, which clients change.
     """
     role, text = message["role"], text_of(message.get("content"))
     if role != "assistant":
@@ -130,7 +130,7 @@ def message_key(message: Message) -> MessageKey:
 
 
 def first_difference(ours: Sequence[MessageKey], theirs: Sequence[MessageKey]) -> tuple[int, str]:
-    """Return how many messages agree, and the field in which the next one differs."""
+    """Return the number of equal messages, and the first field that differs in the next."""
     pairs = zip(ours, theirs, strict=False)
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
     if same >= min(len(ours), len(theirs)):
@@ -151,9 +151,9 @@ def make_reply(
     prompt_tokens: int,
     completion_tokens: int,
 ) -> TurnReply:
-    """Return what the client gets of a turn: text up to a stop text, reasoning and calls apart from it.
+    """Return a turn as a reply: text up to a stop text, with reasoning and calls separated.
 
-    A call that can't be read, or of a tool that the request has not, stays text.
+    Malformed calls, and calls of tools that are not in the request, stay text.
     """
     found = sorted((text.find(stop), stop) for stop in request.stop if stop in text)
     stop_text = found[0][1] if found else None

@@ -1,1 +1,1 @@
-"""Tools that a model may call in a session: a calculator, sandboxed Python, the user's own functions."""
+"""Tools that a model may call in a session: a calculator, sandboxed Python, custom functions."""

@@ -1,6 +1,6 @@
 """The calculator: Python's arithmetic on numbers, with bounds that no expression can pass.
 
-Whole numbers stay whole and exact: 6 / 3 is 2, 7 / 2 is 3.5.
+Integers stay integers and exact: 6 / 3 is 2, 7 / 2 is 3.5.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from practicum.user_code import shorten
 
 _MAX_CHARS = 500
 _MAX_BITS = 1024
-"""Of a whole number: as large as floats are, so that mixing the two stays within bounds."""
-# Nothing else is parsed: no names or strings, and no text that Python's parser would warn about.
+"""Maximum integer, the range of floats, so that mixed arithmetic stays within bounds."""
+# Only these characters are parsed: no names, no strings, nothing that Python's parser warns about.
 _READABLE = re.compile(r"[0-9eE.+\-*/%() \t]+")
 Number = int | float
 
@@ -66,7 +66,7 @@ def _divide(a: Number, b: Number) -> Number:
 
 
 def _power(a: Number, b: Number) -> Any:
-    """Return a ** b, refused before it is computed if it can't be within bounds."""
+    """Return a ** b, or raise before computing a result that exceeds the bounds."""
     if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and (a.bit_length() - 1) * b > _MAX_BITS:
         raise OverflowError
     return a**b

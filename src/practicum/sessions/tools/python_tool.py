@@ -1,8 +1,8 @@
-"""The Python tool: runs a program in bubblewrap, within limits, and answers with what it printed.
+"""The Python tool: run a program in bubblewrap within limits, and return its output.
 
-The program sees no process but its own, no network, no /proc, four devices, and of the files those that
-Python is made of, read-only. It can write to /tmp alone, which is in memory, small and gone at the end.
-`prlimit` sets the kernel's limits inside.
+The program sees no other processes, no network, no /proc, four devices, and only Python's files, read-only.
+It can write only to /tmp, which is small, in memory and removed at the end. `prlimit` sets the kernel's
+limits inside.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from practicum.sessions.tools.tool import OUTPUT_CHARS, Parameter, Tool, ToolErr
 
 INSTALL = "apt-get install bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
 _FOLDER = "/tmp"
-"""The only folder inside that a program can write to."""
+"""The only folder that a program can write to."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store")
 _SYSTEM = (*_LIBRARIES, "/etc/ld.so.cache", "/usr/share/zoneinfo")
 _TRIAL_S = 60.0
 _GRACE_S = 5.0
-"""How long a killed program may take to end."""
+"""Seconds for a killed program to end."""
 _FILE_MB = 4
-"""Largest file of a program. Its outputs are files too."""
+"""Maximum size of a program's files, including its output."""
 _ERROR_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one program. `seconds` are wall time from the start, `space_mb` all of its files together."""
+    """Limits of a program. `seconds` is wall time, `space_mb` the total size of its files."""
 
     seconds: float = 5.0
     cpu_s: int = 6
@@ -53,7 +53,7 @@ class Limits:
 
 
 def python_tool(timeout_s: float = 5.0) -> Tool:
-    """Return the tool that runs programs, as many concurrently as there are cores."""
+    """Return the tool, which runs as many programs concurrently as the machine has cores."""
     runner = PythonRunner(Limits(timeout_s, math.ceil(timeout_s) + 1))
 
     async def run(arguments: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ def python_tool(timeout_s: float = 5.0) -> Tool:
 
     return Tool(
         name="python",
-        about="Runs a Python program (standard library only) and gives what it prints.",
+        about="Runs a Python program (standard library only) and returns its output.",
         parameters=(Parameter("code", about="The program; print what you want to see."),),
         run=run,
         close=runner.close,
@@ -74,20 +74,21 @@ class PythonRunner:
     def __init__(self, limits: Limits, max_programs: int | None = None) -> None:
         self.limits = limits
         self._max_programs = max_programs or max(2, count_cores())
-        # A semaphore belongs to one event loop; a runner may serve several.
+        # A semaphore belongs to one event loop, but a runner may serve several.
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._closed = False
 
     async def run(self, program: str) -> str:
-        """Return what the program prints. ToolError with that and the reason if it fails or hits a limit."""
+        """Return the program's output. If it fails or exceeds a limit, raise ToolError with output and
+        reason."""
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_programs))
         async with gate:
             with TemporaryFile() as source, TemporaryFile() as stdout, TemporaryFile() as stderr:
                 source.write(program.encode("utf-8", "replace") + b"\n")
                 source.seek(0)
                 code, is_late = await self._run(source.fileno(), stdout.fileno(), stderr.fileno())
-                # The processes share the offset: it tells whether the interpreter has read the program.
+                # The processes share the file offset, which shows if the interpreter has read the program.
                 was_read = os.lseek(source.fileno(), 0, os.SEEK_CUR) > 0
                 stdout.seek(0)
                 stderr.seek(0)
@@ -109,7 +110,7 @@ class PythonRunner:
             _kill(process)
 
     async def _run(self, source: int, stdout: int, stderr: int) -> tuple[int, bool]:
-        """Run a program between open files: its return code, and True if it was killed at its time limit.
+        """Run a program with open files. Return its exit code, and True if it was killed at its time limit.
 
         Its processes are killed when this returns or is cancelled.
         """
@@ -139,11 +140,11 @@ class PythonRunner:
             raise EngineError("the Python tool was closed before a program had ended")
         if not ended.done():
             raise EngineError(f"process {process.pid} of the Python tool was killed but did not end")
-        # A program that ended by itself while the event loop was busy was not late.
+        # A program that ended while the event loop was busy is not late.
         return ended.result(), not done and ended.result() == -signal.SIGKILL
 
     def _failure(self, code: int, is_late: bool, error: str) -> str | None:
-        """Return why the program failed, as a sentence for the model; None if it did not."""
+        """Return why the program failed, as a message for the model, or None."""
         if 128 < code < 128 + signal.NSIG:  # how bubblewrap reports a signal
             code = 128 - code
         if is_late or code == -signal.SIGXCPU:
@@ -158,14 +159,14 @@ class PythonRunner:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill bubblewrap and every process inside, which are one group: its child may not die with it yet."""
+    """Kill bubblewrap and every process inside, which form a group, as its child may outlive it."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _error_line(stderr: bytes) -> str:
-    """Return the error at the end of a traceback as one line, with the program's line that raised it."""
+    """Return the last error of a traceback as one line, with the program's line number."""
     text = stderr.decode("utf-8", "replace").strip("\n")
     lines = text.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith(" ")]
@@ -176,10 +177,10 @@ def _error_line(stderr: bytes) -> str:
 
 @cache
 def sandbox_problem() -> str | None:
-    """Return why bubblewrap can't run programs on this machine, or None. Runs a program, once."""
+    """Return why bubblewrap can't run programs on this machine, or None. Tests it once."""
     for command in ("bwrap", "prlimit"):
         if shutil.which(command) is None:
-            return f"there is no command {command}"
+            return f"the command {command} is not installed"
     program = {"input": b"print(6 * 7)", "env": _environment(), "timeout": _TRIAL_S}
     try:
         done = subprocess.run(_command(Limits()), capture_output=True, **program)
@@ -220,6 +221,6 @@ def _python_files(python: str) -> tuple[str, ...]:
 
 
 def _environment() -> dict[str, str]:
-    """Return what an interpreter needs. The hash seed fixes the order of a printed set."""
+    """Return the interpreter's environment. The hash seed fixes the order of printed sets."""
     libraries = {k: os.environ[k] for k in ("LD_LIBRARY_PATH",) if k in os.environ}
     return {**libraries, "HOME": _FOLDER, "TMPDIR": _FOLDER, "PYTHONHASHSEED": "0"}

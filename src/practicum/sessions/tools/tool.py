@@ -1,6 +1,6 @@
-"""A tool: a name, parameters that a chat template can show, and a coroutine that answers in text.
+"""A tool: a name, parameters with a JSON schema, and a coroutine that returns text.
 
-`function_tool` makes one from a user's function: its signature and docstring become the schema.
+`function_tool` creates one from a user's function, whose signature and docstring become the schema.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _KINDS: dict[Any, Kind] = {
 }
 _WORDS: dict[Kind, str] = {
     "string": "text",
-    "integer": "a whole number",
+    "integer": "an integer",
     "number": "a number",
     "boolean": "true or false",
     "array": "a list",
     "object": "a mapping",
 }
 OUTPUT_CHARS = 2000
-"""Characters of a result that the model reads."""
+"""Maximum characters of a result for the model."""
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class ToolError(PracticumError):
-    """A tool can't do what it was asked; the sentence is for the model that asked."""
+    """A failed tool call. The message is for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a tool, in the words of JSON schema."""
+    """A parameter of a tool, with JSON schema types."""
 
     name: str
     kind: Kind = "string"
@@ -56,7 +56,8 @@ class Parameter:
     required: bool = True
 
     def fit(self, value: Any) -> Any:
-        """Return the value in the parameter's type. Text is read as JSON: plain calls have only text."""
+        """Convert the value to the parameter's type. Text is parsed as JSON, because plain calls only have
+        text."""
         fitted = value
         if isinstance(value, str) and self.kind != "string":
             with suppress(ValueError, RecursionError):
@@ -76,9 +77,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool. `run` takes arguments that fit the parameters and raises ToolError for what it can't do.
+    """A tool. `run` takes validated arguments, and raises ToolError if the call fails.
 
-    `close` ends what still runs. It may be called from any thread.
+    `close` stops running calls, from any thread.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it in `tools=`."""
+        """Return the tool's schema for the `tools` argument of chat templates."""
         properties = {
             p.name: {"type": p.kind, **({"description": p.about} if p.about else {})} for p in self.parameters
         }
@@ -100,11 +101,11 @@ class Tool:
 
     @property
     def main(self) -> Parameter | None:
-        """The parameter that takes a plain call's text: the first required one, or the first of all."""
+        """Return the parameter for a plain call's text: the first required one, or the first."""
         return next((p for p in self.parameters if p.required), next(iter(self.parameters), None))
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Answer a call; ToolError names a missing or wrong argument. Null is no optional argument."""
+        """Run a call. Raise ToolError for a missing or wrong argument. Null means no optional argument."""
         known = {p.name: p for p in self.parameters}
         takes = f"{self.name} takes {', '.join(known) or 'no parameters'}"
         for name in arguments:
@@ -125,8 +126,8 @@ def cut(text: str, limit: int) -> str:
 def function_tool(function: Callable[..., Any], path: str, timeout_s: float) -> Tool:
     """Return a tool named like the function, sync (each call in a thread) or async.
 
-    RecipeError at `path` if its signature can't be shown to a model. The model reads the message of a
-    ToolError that the function raises, and the type and message of any other error.
+    Raise RecipeError at `path` if its signature has no schema. The model reads the message of a ToolError
+    that the function raises, and the type and message of any other exception.
     """
     name = getattr(function, "__name__", type(function).__name__)
     text = inspect.getdoc(function) or ""
@@ -157,22 +158,22 @@ def _parameters(function: Callable[..., Any], notes: dict[str, str], path: str) 
         hints = get_type_hints(function if inspect.isroutine(function) else type(function).__call__)
     except Exception as error:  # annotations may be any code
         found = f"a function whose signature can't be read ({error_line(error)})"
-        raise RecipeError(path, found, "one that can") from None
+        raise RecipeError(path, found, "a function with a signature") from None
     parameters = []
     for p in signature.parameters.values():
         if p.kind not in _NAMED:
-            advice = "a model passes arguments by name: write out the parameters."
-            raise RecipeError(path, f"parameter {p}", "parameters that have names", advice)
+            advice = "models pass arguments by name: declare each parameter."
+            raise RecipeError(path, f"parameter {p}", "named parameters", advice)
         kind = _kind(hints.get(p.name, str))
         if kind is None:
             types = "str, int, float, bool, list or dict"
-            raise RecipeError(path, f"parameter {p}", types, "a model can only pass what JSON has.")
+            raise RecipeError(path, f"parameter {p}", types, "models pass JSON values.")
         parameters.append(Parameter(p.name, kind, notes.get(p.name, ""), p.default is p.empty))
     return tuple(parameters)
 
 
 def _kind(annotation: Any) -> Kind | None:
-    """Return JSON schema's word for a Python type: `list[int]` is a list and `int | None` an int."""
+    """Return the JSON schema type of a Python type. `list[int]` is an array and `int | None` an integer."""
     if get_origin(annotation) in (Union, UnionType):
         forms = [form for form in get_args(annotation) if form is not NoneType]
         return _kind(forms[0]) if len(forms) == 1 else None

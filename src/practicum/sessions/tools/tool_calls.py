@@ -1,9 +1,9 @@
-"""Tool calls as models write them, read and written.
+"""Parse and write tool calls in the model's text.
 
-`json`: <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes and Qwen templates ask for.
-`plain`: [name: text], or [text] if there is one tool; the text is the tool's main parameter. For models
-too small to write JSON. Brackets inside of the text come in pairs. In both styles the last call of a text may
-be unclosed: a model may stop at the token that would close it.
+`json`: <tool_call>{"name": …, "arguments": {…}}</tool_call>, as Hermes and Qwen templates ask for. `plain`:
+[name: text], or [text] with a single tool, where the text is the tool's main parameter. For models too small
+to write JSON. Brackets inside the text must be balanced. In both styles, the last call may be unclosed,
+because a model may stop at the closing token.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _TAG = re.compile(r"</?tool_call>")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A model's call of a tool."""
+    """A tool call of the model."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     span: tuple[int, int] = field(default=(0, 0), compare=False)
-    """Where it is in the text."""
+    """Its position in the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """Something meant as a call that can't be read; the reason is a sentence for the model."""
+    """A malformed call. The reason is a message for the model."""
 
     reason: str
 
 
 def read_calls(text: str, style: Style, tools: Sequence[Tool]) -> list[Call | BadCall]:
-    """Return the calls in a model's text in order, with those that can't be read."""
+    """Return the calls in a model's text in order, including malformed ones."""
     return _read_json(text) if style == "json" else _read_plain(text, tools)
 
 
 def write_call(call: Call, style: Style, tools: Sequence[Tool]) -> str:
-    """Write a call as a model should, in the shortest form that reads back; ToolError if none does."""
+    """Write a call in its shortest form that can be parsed. Raise ToolError if none can."""
     text = next(iter(call.arguments.values()), None)
     if style == "json":
         written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
@@ -62,7 +62,7 @@ def _no_number(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-# Not strict: models write programs with real line breaks inside of JSON strings.
+# Not strict, because models write programs with line breaks inside JSON strings.
 _JSON = json.JSONDecoder(strict=False, parse_constant=_no_number)
 
 
@@ -73,7 +73,7 @@ def _read_json(text: str) -> list[Call | BadCall]:
         begin = at + len(_OPEN)
         begin += len(text[begin:]) - len(text[begin:].lstrip())
         try:
-            # By the decoder, not up to the closing tag: an argument may hold that tag.
+            # Use the decoder rather than the closing tag, because an argument may contain the tag.
             value, end = _JSON.raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
             calls.append(BadCall(f"the tool call is not JSON: {getattr(error, 'msg', None) or error}."))

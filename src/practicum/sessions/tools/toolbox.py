@@ -1,4 +1,4 @@
-"""The recipe's tools: made once, shown to the model, and run for every session."""
+"""The recipe's tools, created once and shared by all sessions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ TOOLS: dict[str, Callable[[ToolSpec], Tool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """The text of a call for the model. `ok` is False if it says what went wrong."""
+    """The text of a call's result for the model. `ok` is False if it describes an error."""
 
     text: str
     ok: bool
     trace: str | None = field(default=None, compare=False)
-    """The traceback of a user's tool that raised anything but a ToolError."""
+    """Traceback of a custom tool that raised anything other than ToolError."""
 
 
 class Toolbox:
-    """Runs tool calls of many sessions concurrently; a mistake in the specs is a RecipeError.
+    """Runs tool calls of many sessions concurrently. Raises RecipeError for mistakes in the specs.
 
-    `calls`, `errors` and `seconds` (summed over calls, waiting for a free core included) only grow.
+    `calls`, `errors` and `seconds` (summed over calls, including waits for a free core) are cumulative.
     """
 
     def __init__(self, specs: Sequence[ToolSpec]) -> None:
@@ -59,7 +59,7 @@ class Toolbox:
         return [tool.schema for tool in self.tools]
 
     async def run(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
-        """Return the tool's answer, or a sentence about an unknown tool, bad arguments or its failure."""
+        """Return the tool's result, or a message about an unknown tool, bad arguments or a failure."""
         began = time.monotonic()
         try:
             if name not in self._by_name:
@@ -75,7 +75,7 @@ class Toolbox:
         return outcome
 
     def close(self) -> None:
-        """End what still runs; from any thread."""
+        """Stop running calls, from any thread."""
         for tool in self.tools:
             tool.close()
 
