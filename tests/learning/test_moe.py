@@ -189,7 +189,8 @@ def test_rows_share_tokens_only_if_their_recorded_experts_are_equal():
     packed, tree = rows.pack([0, 1, 2]), rows.tokens.tree([0, 1, 2])
     assert packed.experts_N is not None
     assert len(packed.ids_N) == 3 + 3 + 1 + 1 + 1
-    for i, path in tree.paths.items():
+    for i, path_N in tree.paths.items():
+        path = torch.from_numpy(path_N)
         assert packed.ids_N[path].tolist() == [1, 2, 3, 4]
         assert torch.equal(packed.experts_N[path], experts[i, :4])
 

@@ -172,7 +172,8 @@ def test_rows_share_a_prompt_only_if_its_pictures_are_equal():
     assert shown.keys() == {ONE.digest, OTHER.digest}
     assert batch.extras is not None
     assert batch.extras.position_ids is not None
-    for i, path in tree.paths.items():
+    for i, path_N in tree.paths.items():
+        path = torch.from_numpy(path_N)
         prompt, response, images = ROWS[i]
         assert packed.ids_N[path].tolist() == [*prompt, *response][:-1]
         assert torch.equal(packed.positions_N[path], batch.extras.position_ids[i][:-1])

@@ -173,7 +173,8 @@ class RowSpans:
         if extras.routed_experts is not None:
             rows = [extras.routed_experts[i] for i in tree.order]
             packed = replace(packed, experts_N=_new_tokens(rows, tree.starts))
-        images, prompts = [], []
+        images: list[Images] = []
+        prompts: list[Tensor] = []
         for i, start in zip(tree.order, tree.starts, strict=True):
             length, shown = self.prompt_lengths[i], extras.images[i] if extras.images is not None else None
             if shown is not None and start < length:
