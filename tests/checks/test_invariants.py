@@ -48,7 +48,7 @@ def test_denominator_must_be_the_batchs_sampled_tokens():
 
 def test_the_weights_of_a_loss_must_add_up():
     assert invariants.loss_weights(0.999, 1.0) is None
-    assert "add up to 2, expected 1" in (invariants.loss_weights(2.0, 1.0) or "")
+    assert "sum to 2, expected 1" in (invariants.loss_weights(2.0, 1.0) or "")
     assert "expected 12.5" in (invariants.loss_weights(12.0, 12.5) or "")
     assert invariants.loss_weights(float("nan"), 1.0) is not None
 

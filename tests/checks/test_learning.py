@@ -40,7 +40,7 @@ def test_groups_without_a_difference_are_said_once_after_several_steps():
     row = HEALTHY | {"groups/zero_variance": 1.0, "train/grad_norm": 0.0, "reward/mean": 0.0}
     ((step, text),) = told({}, [row] * 20)
     assert step == SEVERAL
-    assert "all answers to a prompt had the same reward (mean 0)" in text
+    assert "all responses to a prompt had the same reward (mean 0)" in text
     assert "rollout.samples" in text
 
 
@@ -76,7 +76,7 @@ def test_a_reward_that_never_changes_is_said_after_many_steps():
     constant = HEALTHY | {"groups/zero_variance": 1.0, "reward/mean": 0.5}
     ((step, text),) = told(PPO, [constant | {"reward/std": 0.0}] * 20)
     assert step == MANY
-    assert "every answer of the last 10 steps had the reward 0.5" in text
+    assert "every response of the last 10 steps had the reward 0.5" in text
     assert "reward.functions" in text
     assert not told(PPO, [constant] * 20), "rewards that are centred have one mean"
 
@@ -86,7 +86,7 @@ def test_answers_that_are_cut_off_name_the_key():
         {}, [HEALTHY | {"rollout/truncated": 0.75, "reward/mean": i / 9} for i in range(9)]
     )
     assert step == SEVERAL
-    assert "75% of the answers of the last 5 steps were cut off at rollout.max_new_tokens = 64" in text
+    assert "75% of the responses of the last 5 steps were truncated at rollout.max_new_tokens = 64" in text
     assert "rollout.stop" in text
 
 
@@ -135,8 +135,8 @@ def test_a_run_that_learns_nothing_says_so_on_screen_in_the_log_and_at_its_end(t
     shown = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.yaml"), "--out", str(run)]).stdout
     signs = (
         "random weights (model.random_init)",
-        "all answers to a prompt had the same reward",
-        "were cut off at",
+        "all responses to a prompt had the same reward",
+        "were truncated at",
     )
     log = (run / "log.txt").read_text()
     for sign in signs:

@@ -176,7 +176,7 @@ def _role_file(spec: StageSpec) -> str:
 def advisories_table() -> str:
     """The rules that judge whether a run is learning."""
     named = [(rule.__name__.replace("_", " "), inspect.getdoc(rule) or "") for rule in RULES]
-    return table(("rule", "fires when"), named)
+    return table(("rule", "finds"), [(name, about.removeprefix("Report ")) for name, about in named])
 
 
 def traced_table() -> str:

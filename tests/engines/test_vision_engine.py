@@ -158,7 +158,7 @@ def test_pictures_that_do_not_fit_fail_alone(model: PreTrainedModel, rows: list[
         bad, good = asyncio.run(run())
         assert isinstance(bad, EngineError)
         assert isinstance(good, Generation)
-        with pytest.raises(EngineError, match="each picture needs its own run"):
+        with pytest.raises(EngineError, match="each image needs its own run"):
             score(engine, [rows[1]], [5])
     with engine_of(tiny()) as engine, pytest.raises(EngineError, match="takes no pictures"):
         sample(engine, [([5, 6], rows[1][1])], sampling(2))

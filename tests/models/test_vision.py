@@ -114,9 +114,9 @@ def test_gradients_reach_the_vision_tower_as_in_the_plain_forward(model: PreTrai
 
 def test_pictures_that_do_not_fit_their_tokens_are_errors(model: PreTrainedModel):
     ids, _ = shown(model, [(2, 2)])
-    with pytest.raises(EngineError, match=r"4 image tokens .* pictures of \[6\] tokens"):
+    with pytest.raises(EngineError, match=r"4 image tokens .* images of \[6\] tokens"):
         sequence_positions(model.config, ids, pictures(model, (2, 3)))
-    with pytest.raises(EngineError, match="each picture needs its own run"):
+    with pytest.raises(EngineError, match="each image needs its own run"):
         sequence_positions(model.config, [5, 6], pictures(model, (1, 1)))
     narrow = Images(torch.zeros(16, 12), torch.tensor([[1, 4, 4]]))
     with pytest.raises(EngineError, match="use the image processor of this model"):

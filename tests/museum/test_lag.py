@@ -29,7 +29,7 @@ def test_groups_that_are_left_out_for_being_late(monkeypatch: pytest.MonkeyPatch
         step.batch = step.batch.where(lambda key, _: key.prompt != late)
 
     monkeypatch.setattr(StepSampler, "sample", punctual)
-    with pytest.raises(CheckError, match=r"check groups: prompt 1 was drawn .* does not learn from it"):
+    with pytest.raises(CheckError, match=r"check groups: prompt 1 was drawn .* does not train on it"):
         take_steps("ahead", 3)
 
 

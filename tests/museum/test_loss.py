@@ -36,7 +36,7 @@ def test_a_loss_that_depends_on_its_micro_batches(monkeypatch: pytest.MonkeyPatc
         return columns | {"weights": columns["weights"] / columns["weights"].sum()}
 
     monkeypatch.setattr(learner_module._Update, "columns_of", by_itself)
-    with pytest.raises(CheckError, match=r"check masks: the weights of the loss's tokens add up to"):
+    with pytest.raises(CheckError, match=r"check masks: the token weights of the loss sum to"):
         take_steps("small")
 
 
@@ -48,7 +48,7 @@ def test_a_loss_that_is_divided_by_every_token(monkeypatch: pytest.MonkeyPatch):
         return token_weights(kind, torch.ones_like(mask_M), session_M, sessions).masked_fill(~mask_M, 0.0)
 
     monkeypatch.setattr(learner_module, "token_weights", of_all)
-    with pytest.raises(CheckError, match=r"check masks: the weights of the loss's tokens add up to"):
+    with pytest.raises(CheckError, match=r"check masks: the token weights of the loss sum to"):
         take_steps("agent")
 
 

@@ -59,7 +59,7 @@ def test_an_engine_that_keeps_its_old_weights(own_weights: Any):
     own_weights(take_weights)
     assert take_steps("plain")
     own_weights(lambda model, weights: None)
-    with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has those of before the update"):
+    with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has the weights of before"):
         take_steps("plain")
 
 
@@ -88,7 +88,7 @@ def test_an_adapter_that_never_arrives(own_weights: Any):
     own_weights(take_weights)
     assert take_steps("adapter")
     own_weights(of_the_base)
-    with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has those of before the update"):
+    with pytest.raises(CheckError, match=r"check fingerprint: stale .* still has the weights of before"):
         take_steps("adapter")
     own_weights(lambda model, weights: take_weights(model, [x for x in weights if "lora_" not in x[0]]))
     with pytest.raises(EngineError, match=r"weights do not fit the engine's model: .*lora_A"):

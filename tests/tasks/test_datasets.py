@@ -84,7 +84,7 @@ def test_a_changed_map_or_dataset_is_noticed_when_a_run_resumes(folder: Path, tm
     make_stream({"sums": task(folder)}, 0).load_state_dict(saved)
     (tmp_path / "maps_of_sums.py").write_text(MAPS.replace(".strip()", ""))
     other = task(folder, map=f"{tmp_path}/maps_of_sums:to_row")
-    with pytest.raises(PracticumError, match="not those of the checkpoint"):
+    with pytest.raises(PracticumError, match="differ from the checkpoint"):
         make_stream({"sums": other}, 0).load_state_dict(saved)
 
 

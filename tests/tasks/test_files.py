@@ -67,10 +67,10 @@ LOOK = {"role": "user", "content": [PLACE, {"type": "text", "text": "what?"}]}
     [
         ('{"prompt": ', "not JSON"),
         ('{"prompt": "\xff"}', "not JSON"),
-        ("[1, 2]", "a row is an object with named columns, this is [1, 2]"),
+        ("[1, 2]", "found [1, 2], expected an object with named columns"),
         ({"promt": "x"}, "no column 'prompt' for the prompt, only 'promt'; did you mean 'promt'?"),
-        ({"prompt": 3}, "a prompt is a string or a list of messages, this is 3"),
-        ({"prompt": None}, "this is None"),
+        ({"prompt": 3}, "found 3, expected a string or a list of messages"),
+        ({"prompt": None}, "found None, expected"),
         ({"prompt": "  \n"}, "the prompt is empty"),
         ({"prompt": []}, "column 'prompt': List should have"),
         ({"prompt": ["hi"]}, "column 'prompt': at 0: "),
@@ -86,13 +86,13 @@ LOOK = {"role": "user", "content": [PLACE, {"type": "text", "text": "what?"}]}
         ),
         ({"prompt": "p", "images": "a.png"}, "column 'images': "),
         ({"prompt": "p", "images": [3]}, "column 'images': at 0: "),
-        ({"prompt": [USER], "images": ["a.png"]}, "column 'images': 1 pictures for 0 places"),
-        ({"prompt": [LOOK]}, "column 'images': 0 pictures for 1 places"),
-        ({"prompt": [LOOK], "images": ["a.png", "b.png"]}, "column 'images': 2 pictures for 1 places"),
-        ({"prompt": [USER, {"role": "assistant", "content": "x"}]}, "nothing is left to answer"),
+        ({"prompt": [USER], "images": ["a.png"]}, "column 'images': 1 images for 0 places"),
+        ({"prompt": [LOOK]}, "column 'images': 0 images for 1 places"),
+        ({"prompt": [LOOK], "images": ["a.png", "b.png"]}, "column 'images': 2 images for 1 places"),
+        ({"prompt": [USER, {"role": "assistant", "content": "x"}]}, "expected a user or tool message"),
         ({"prompt": [{"role": "user", "content": " "}]}, "every message is empty"),
         ({"prompt": "p"}, "no column 'answer' for the answer, only 'prompt'"),
-        ({"prompt": "p", "answer": None}, "column 'answer': an answer is a string or a number"),
+        ({"prompt": "p", "answer": None}, "column 'answer': found None, expected a string or a number"),
         ({"prompt": "p", "answer": True}, "column 'answer': "),
         ({"prompt": "p", "answer": ["a"]}, "column 'answer': "),
         ({"prompt": "p", "answer": ""}, "the answer is empty"),
@@ -152,7 +152,7 @@ def test_a_file_that_changes_under_us_is_noticed(tmp_path):
     path = write(tmp_path / "rows.jsonl", GOOD, GOOD)
     source = source_of(path)
     path.write_text("")
-    with pytest.raises(DataError, match="changed while it was in use"):
+    with pytest.raises(DataError, match="the file changed during the run"):
         source.row(1)
 
 
@@ -270,16 +270,16 @@ def test_csv_keeps_line_breaks_and_quotes(tmp_path):
         ("a.csv", "prompt,prompt\na,1\n", "the first line names the columns 'prompt', 'prompt'"),
         ("a.csv", "prompt,answer\na,1\n,2\n", ", row 2: column 'prompt': the prompt is empty"),
         ("a.csv", 'prompt,answer\na,1\n"b,2\n', ", row 2: not CSV: unexpected end of data"),
-        ("a.csv", "prompt,answer\n", "there are no rows in it"),
+        ("a.csv", "prompt,answer\n", "has no rows"),
         ("a.json", '[\n {"prompt": "a"},\n {"prompt" "b"}\n]', "not JSON: .*: line 3 column 12"),
         (
             "a.json",
             '[\n {"prompt": "a"},\n\n {"prompt": 3}]',
-            ", row 2: column 'prompt': a prompt is a string",
+            ", row 2: column 'prompt': found 3, expected a string",
         ),
         ("a.json", '{"prompt": "a"}\n{"prompt": "b"}\n', "for one object per line, name the file .jsonl"),
         ("a.json", '{"prompt": "a"}', "found dict, expected an array of objects"),
-        ("a.json", "[]", "there are no rows in it"),
+        ("a.json", "[]", "has no rows"),
         ("a.jsonl", '{"prompt": "b"}\n{"prompt": "a", }', ", line 2: not JSON: .* column 1"),
     ],
 )

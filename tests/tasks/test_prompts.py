@@ -134,7 +134,7 @@ def test_pictures_come_with_as_many_image_tokens_as_they_need(processor):
 
 
 def test_pictures_for_a_text_model_are_a_mistake_of_the_recipe():
-    with pytest.raises(RecipeError, match=r"model\.path: .*not a vision model.*2 pictures(.|\n)*qwen2_5_vl"):
+    with pytest.raises(RecipeError, match=r"model\.path: .*not a vision model.*2 images(.|\n)*qwen2_5_vl"):
         encode([picture_message([PICTURE, PICTURE], "colour=")], None)
 
 
@@ -150,7 +150,7 @@ def test_an_unreadable_picture_names_row_path_and_fix(processor, tmp_path):
     for n, broken in enumerate((b"", b"not a picture", whole[: len(whole) // 2])):
         path = tmp_path / f"{n}.png"
         path.write_bytes(broken)
-        with pytest.raises(DataError, match=rf"prompt 3 .*{path} can't be read: .*; write it again as PNG"):
+        with pytest.raises(DataError, match=rf"prompt 3 .*{path} can't be read: .*; save it again as PNG"):
             encode([picture_message([str(path)], "colour=")], processor)
 
 
@@ -161,7 +161,7 @@ def test_a_picture_of_a_shape_that_the_model_refuses_is_a_bad_row(processor):
 
 
 def test_a_text_that_forges_a_place_for_a_picture_is_a_bad_row(processor):
-    with pytest.raises(DataError, match=r"has 1 pictures, and the chat template made 2 places.*must not say"):
+    with pytest.raises(DataError, match=r"has 1 images, and the chat template made 2 places.*must not say"):
         encode([picture_message([PICTURE], "<|image_pad|>")], processor)
 
 
@@ -175,7 +175,7 @@ def test_turned_photos_are_read_upright(tmp_path):
 def test_demonstrations_are_answers_as_text():
     assert demonstration(prompt("p", "abc")) == "abc"
     assert demonstration(prompt("p", 42)) == "42"
-    with pytest.raises(DataError, match=r"prompt 3 .*can't be demonstrated.*None"):
+    with pytest.raises(DataError, match=r"prompt 3 .*has no SFT example.*None"):
         demonstration(prompt("p", None))
 
 

@@ -119,9 +119,9 @@ def test_rows_keep_all_their_columns(tmp_path):
 def test_resuming_with_other_prompts_is_an_error(tasks, change):
     stream = make_stream(tasks, 0)
     stream.take(5)
-    with pytest.raises(PracticumError, match=r"not those of the checkpoint.*position 5"):
+    with pytest.raises(PracticumError, match=r"differ from the checkpoint.*position 5"):
         make_stream(change(tasks), 0).load_state_dict(stream.state_dict())
-    with pytest.raises(PracticumError, match="not those of the checkpoint"):
+    with pytest.raises(PracticumError, match="differ from the checkpoint"):
         make_stream(tasks, 1).load_state_dict(stream.state_dict())
 
 

@@ -122,7 +122,7 @@ def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[st
 def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrainedModel):
     with scoring_server(model, fails_first=100) as server:
         expected = (
-            r"teacher chat at http.*, prompt 0/session 0: no answer after 4 tries: status 503: overloaded"
+            r"teacher chat at http.*, prompt 0/session 0: no response after 4 tries: status 503: overloaded"
         )
         with pytest.raises(TeacherError, match=expected):
             score(server.url, rows(1))
@@ -132,7 +132,7 @@ def test_trouble_that_stays_is_told_with_teacher_row_and_tries(model: PreTrained
 def test_a_server_that_asks_for_a_pause_beyond_the_deadline_is_not_waited_for(model: PreTrainedModel):
     with (
         scoring_server(model, fails_first=1, fail_status=429, retry_after="3000") as server,
-        pytest.raises(TeacherError, match="no answer after 1 try: status 429"),
+        pytest.raises(TeacherError, match="no response after 1 try: status 429"),
     ):
         score(server.url, rows(1), deadline_s=1000.0)
 

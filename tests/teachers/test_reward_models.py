@@ -166,7 +166,7 @@ def test_a_server_without_use_activation_gives_probabilities_and_the_probe_says_
         assert "probabilities" in probe(url, label=labels - 1)
     assert found == pytest.approx([vllm_probs(row)[-1].item() for row in rows], rel=0, abs=1e-5)
     with judging_server(spec) as (url, _):
-        assert "as the model has them" in probe(url, label=labels - 1)
+        assert "unchanged by activations" in probe(url, label=labels - 1)
 
 
 @pytest.mark.long
@@ -311,7 +311,7 @@ def test_the_probe_says_what_is_wrong_where(classifier: Path, asked: dict[str, A
 
 def test_the_probe_of_a_judge_and_of_nobody(judge: Path):
     with judging_server(judge_of(judge)) as (url, _):
-        assert probe(url, kind="judge", prompt=PROMPT, max_new_tokens=24) == "answers questions"
+        assert probe(url, kind="judge", prompt=PROMPT, max_new_tokens=24) == "replies to prompts"
         with pytest.raises(RecipeError, match=r"(?s)refuses to classify with status 404.*kind: judge"):
             probe(url)
     with pytest.raises(RecipeError, match=r"reward\.models\.rm\.url: found http.*can't be reached"):
@@ -337,7 +337,7 @@ def test_sound_models_are_described(classifier: Path, judge: Path):
     found = check(rm=classifier_of(classifier), asked=judge_of(judge), far=judge_of("x", url="http://x/v1"))
     assert found == [
         "reward model rm: Qwen3ForSequenceClassification, output 1 of 3",
-        "reward model asked: Qwen3ForCausalLM, asked for a number",
+        "reward model asked: Qwen3ForCausalLM, replies with a number",
     ]
 
 
@@ -360,7 +360,7 @@ def test_what_is_wrong_with_models_is_found_without_their_weights(
     assert "0 to 2" in found["reward.models.label.label"]
     assert "kind: judge" in found["reward.models.kind.model"]
     assert "kind: classifier" in found["reward.models.asked.model"]
-    assert "104 tokens + 1 of the question + 24 of the reply = 129" in found["reward.models.short.model"]
+    assert "tokens + 1 of the judge's prompt + 24 of the reply = 129" in found["reward.models.short.model"]
 
 
 def test_a_label_beyond_the_outputs_is_refused_when_loaded(classifier: Path):

@@ -46,8 +46,8 @@ def resume(folder: Path, *options: str) -> Result:
         ("train.optimizer=my:optimizer", "holds the state of the other optimizer"),
         ("algorithm.kl={place: reward, target: 0.1}", "an adapted weight is part of every checkpoint"),
         ("critic={lr: 1e-3}", "a critic's weights and optimizer state are part of every checkpoint"),
-        ("seed=4", "the prompts are not those of the checkpoint: the seed"),
-        ("tasks.copy.weight=3", "the prompts are not those of the checkpoint"),
+        ("seed=4", "the prompts differ from the checkpoint: the seed"),
+        ("tasks.copy.weight=3", "the prompts differ from the checkpoint"),
     ],
 )
 def test_what_can_not_change_is_refused_with_the_reason_and_leaves_the_run_as_it_was(

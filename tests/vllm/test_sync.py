@@ -63,7 +63,7 @@ def test_a_sync_that_was_skipped_is_caught_however_small_the_update(
     update(roles.rank.student.learner, size)
     with monkeypatch.context() as patch:
         patch.setattr(VllmEngine, "load_weights", skip)
-        with pytest.raises(CheckError, match=f"{STALE}.*still has those of before the update"):
+        with pytest.raises(CheckError, match=f"{STALE}.*still has the weights of before the update"):
             roles.sync_weights()
 
 

@@ -112,7 +112,7 @@ def to_tokens(values_S: Tensor, inputs: AdvantageInputs) -> Tensor:
 
 
 def discounted_returns(inputs: AdvantageInputs, gamma: float) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} over a session's sampled tokens; 0 at masked positions."""
+    """R_t = r_t + gamma R_{t+1} over a session's sampled tokens, 0 at masked positions."""
     order_M = sampled_in_session_order(inputs.mask_N, inputs.session_N)
     rewards_M, session_M = inputs.token_rewards_N[order_M], inputs.session_N[order_M]
     returns_N = torch.zeros_like(inputs.token_rewards_N)
@@ -121,7 +121,7 @@ def discounted_returns(inputs: AdvantageInputs, gamma: float) -> Tensor:
 
 
 def whiten(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """(x - mean) / (std + 1e-6) over the sampled tokens, std unbiased; 0 at masked positions.
+    """(x - mean) / (std + 1e-6) over the sampled tokens, std unbiased, 0 at masked positions.
 
     Where nothing varies (a single sampled token, or all of them equal) the result is exactly 0.
     """
@@ -157,7 +157,7 @@ def gae(inputs: AdvantageInputs) -> AdvantageResult:
 
 
 def grpo(inputs: AdvantageInputs) -> AdvantageResult:
-    """A_t = (score - mean_group) / (std_group + 1e-6), std unbiased; 0 for a group of one or a flat group.
+    """A_t = (score - mean_group) / (std_group + 1e-6), std unbiased, or 0 for a group of one or a flat group.
 
     Shao et al. 2024, "DeepSeekMath: Pushing the limits of mathematical reasoning in open language
     models", arXiv:2402.03300.
@@ -168,7 +168,7 @@ def grpo(inputs: AdvantageInputs) -> AdvantageResult:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> AdvantageResult:
-    """A_t = score - mean_group; 0 for a group of one or a flat group.
+    """A_t = score - mean_group, or 0 for a group of one or a flat group.
 
     Liu et al. 2025, "Understanding R1-Zero-like training: A critical perspective", arXiv:2503.20783.
     """
@@ -177,7 +177,7 @@ def dr_grpo(inputs: AdvantageInputs) -> AdvantageResult:
 
 
 def rloo(inputs: AdvantageInputs) -> AdvantageResult:
-    """REINFORCE with the mean of the other answers as baseline; 0 for a group of one or a flat group.
+    """REINFORCE with the mean of the other answers as baseline, or 0 for a group of one or a flat group.
 
         A_t = score - sum_{others} score / (n - 1)     n: sessions of the group
             = n / (n - 1) * (score - mean_group)

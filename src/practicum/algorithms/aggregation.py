@@ -72,7 +72,7 @@ def token_weights(
     whole_S: Tensor | None = None,
     tokens_S: Tensor | None = None,
 ) -> Tensor:
-    """Weights for which sum(weights_N * loss_N) is the aggregated loss; 0 at masked positions.
+    """Weights for which sum(weights_N * loss_N) is the aggregated loss, 0 at masked positions.
 
     `mask_N` and `session_N` are of the whole optimizer mini-batch, or of a rank's part of it; then `tokens_S`
     are the sampled tokens of each session in the mini-batch, over all ranks.

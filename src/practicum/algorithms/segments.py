@@ -12,18 +12,18 @@ def segment_count(segment_N: Tensor, segments: int) -> Tensor:
 
 
 def segment_sum(values_N: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Sum of each segment; 0 for an empty one."""
+    """Sum of each segment, or 0 for an empty one."""
     return values_N.new_zeros(segments).index_add(0, segment_N, values_N)
 
 
 def segment_mean(values_N: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Mean of each segment; 0 for an empty one."""
+    """Mean of each segment, or 0 for an empty one."""
     count = segment_count(segment_N, segments).clamp(min=1)
     return segment_sum(values_N, segment_N, segments) / count
 
 
 def segment_std(values_N: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Unbiased standard deviation of each segment; 0 with fewer than two entries."""
+    """Unbiased standard deviation of each segment, or 0 with fewer than two entries."""
     centred_N = values_N - segment_mean(values_N, segment_N, segments)[segment_N]
     freedom = (segment_count(segment_N, segments) - 1).clamp(min=1)
     return (segment_sum(centred_N.square(), segment_N, segments) / freedom).sqrt()

@@ -1,1 +1,1 @@
-"""Invariants watched at run time: on by default, cheap, each with a name and a sentence when it fires."""
+"""Invariants that are checked during a run. They are on by default and cheap."""

@@ -1,4 +1,4 @@
-"""The invariants, as pure functions: each returns a sentence where something is wrong, else None."""
+"""The invariants, as pure functions that return a message for a violation, else None."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.ragged import Ragged
 
 _ROUNDING = 1e-6
-"""A learner whose fingerprint moved by more has other weights."""
+"""Change of a learner's fingerprint above which its weights have changed."""
 _ONE_TOKEN = 5.0
-"""How many times as far off as all on average one token may be."""
+"""Maximum difference of one token, as a multiple of the mean difference."""
 _WEIGHT = 0.01
-"""How far off the summed weights of a loss may be: those of a model in bfloat16 have few digits."""
+"""Relative tolerance of a loss's summed weights, which have few digits in bfloat16."""
 _EVEN = 1e-3
-"""How far from 0 the advantages of a group may add up to, as a fraction of their sizes."""
+"""Maximum |sum| of a group's advantages, as a fraction of their sizes."""
 _EQUAL = 1e-5
-"""Rewards that differ by less, as a fraction of the largest, count as equal."""
+"""Relative difference below which rewards are equal."""
 _SINGLE = 1e-6
-"""How far off a mean in single precision may be, as a fraction of the largest number."""
+"""Relative error of a mean in single precision."""
 
 
 def weight_version(fresh: BatchRef, version: int) -> str | None:
-    """The engine sampled every token of a step with the weights that are the step's to be sampled by."""
+    """Check that the engine sampled every token of a step with the step's weight version."""
     for key, tags in fresh:
         if tags.sampled_tokens and (tags.version_min, tags.version_max) != (version, version):
             return (
@@ -42,11 +42,11 @@ def fingerprint(
     limit: float,
     before: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> str | None:
-    """After a sync, the engine's logprobs of a fixed sequence are the learner's, on average.
+    """Check after a sync that the mean logprobs of a fixed sequence are equal in engine and learner.
 
-    One token may be far off by rounding alone, where a model's numbers nearly cancel. The last is checked
-    separately: it shows a stale prefix cache. `before` are both of the sync before this one: an engine with
-    the same logprobs as then, while the learner's changed, has not taken the new weights.
+    A single token may differ through rounding, where a model's numbers nearly cancel. The last token is
+    checked separately, as it reveals a stale prefix cache. `before` holds both from the previous sync: if the
+    engine's logprobs are unchanged but the learner's are not, the engine did not load the new weights.
     """
     gap, last = _mean_gap(found, expected), _mean_gap(found[-1:], expected[-1:])
     sentence = (
@@ -56,49 +56,49 @@ def fingerprint(
     if before is not None:
         unmoved = list(found) == list(before[0]) and _mean_gap(expected, before[1]) > _ROUNDING
         if unmoved or (not gap <= limit and _mean_gap(found, before[1]) <= limit):
-            return f"{sentence}; the engine still has those of before the update"
+            return f"{sentence}; the engine still has the weights of before the update"
     if _mean_gap(found[:-1], expected[:-1]) <= limit < last / _ONE_TOKEN:
-        cached = f"by {last:.3g} on one that follows a prompt it knew: its prefix cache is of older weights"
+        cached = f"by {last:.3g} on one after a cached prompt: its prefix cache is of older weights"
         return f"{sentence}, and {cached}"
     return None if gap <= limit else sentence
 
 
 def _mean_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the mean |difference|; infinity if one is no number."""
+    """Return the mean |difference|, or infinity if one is NaN."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
     return math.inf if any(map(math.isnan, gaps)) else sum(gaps) / max(1, len(gaps))
 
 
 def logprob_gap(metrics: Mapping[str, float], limit: float) -> str | None:
-    """Rollout and learner agree on the logprobs of fresh tokens."""
+    """Check that engine and learner agree on the logprobs of fresh tokens."""
     gap = metrics.get("gap_mean")
     if gap is None or gap <= limit:
         return None
     return (
         f"rollout and learner logprobs differ by {gap:.3g} nats per token on average "
         f"(at most {metrics.get('gap_max', math.nan):.3g}); checks.logprob_gap_max is {limit:g}. "
-        "The engine's weights, numbers or sampling settings are not the learner's"
+        "Engine and learner differ in weights, numerics or sampling settings"
     )
 
 
 SAMPLE_SIZE_MIN = 0.5
-"""Least effective sample size of stale rows, as a fraction of their tokens."""
+"""Minimum effective sample size of stale rows, as a fraction of their tokens."""
 
 
 def sample_size(metrics: Mapping[str, float]) -> str | None:
-    """The rows that older weights sampled still tell of the policy that is trained."""
+    """Check that rows sampled by older weights are close enough to the current policy."""
     size = metrics.get("sample_size")
     if size is None or size >= SAMPLE_SIZE_MIN:
         return None
     return (
-        f"the batch's tokens count for {size:.0%} of their number: the policy that sampled them is far from "
-        f"the one that is trained (expected: at least {SAMPLE_SIZE_MIN:.0%}). Learning from such rows gets "
-        "worse and may collapse: lower train.lr or rollout.lag"
+        f"the effective sample size is {size:.0%} of the batch's tokens, expected at least "
+        f"{SAMPLE_SIZE_MIN:.0%}: the policy that sampled them is far from the current one, and training may "
+        "collapse. Lower train.lr or rollout.lag"
     )
 
 
 def masks(batch: BatchRef, prompt_ids: Ragged, response_ids: Ragged, mask: Ragged) -> str | None:
-    """Columns have the lengths and sampled tokens that the tags say."""
+    """Check the lengths and sampled tokens of columns against the tags."""
     columns = zip(batch, prompt_ids.lengths, response_ids.lengths, mask.rows, strict=True)
     for (key, tags), prompt, response, row in columns:
         found = (prompt, response, row.shape[0], int(row.sum()))
@@ -112,7 +112,7 @@ def masks(batch: BatchRef, prompt_ids: Ragged, response_ids: Ragged, mask: Ragge
 
 
 def passes(batch: BatchRef, optimizer_steps: Sequence[Sequence[int]], epochs: int) -> str | None:
-    """Each row that was sampled is in as many optimizer steps as there are passes over the batch."""
+    """Check that each sampled row is in one optimizer step per pass over the batch."""
     seen = Counter(row for rows in optimizer_steps for row in rows)
     for row, (key, tags) in enumerate(batch):
         if tags.sampled_tokens and seen[row] != epochs:
@@ -123,27 +123,27 @@ def passes(batch: BatchRef, optimizer_steps: Sequence[Sequence[int]], epochs: in
 
 
 def denominator(counted: float | None, expected: int) -> str | None:
-    """The loss was divided by the number of tokens that the batch really has."""
+    """Check that the loss was divided by the batch's number of tokens."""
     if counted is None or int(counted) == expected:
         return None
     return f"the loss counted {int(counted)} sampled tokens, the batch has {expected}"
 
 
 def loss_weights(found: float, expected: float) -> str | None:
-    """The weights of all tokens that were learnt from add up to what the aggregation says."""
+    """Check that the weights of all trained tokens sum to the aggregation's value."""
     if abs(found - expected) <= _WEIGHT * expected:
         return None
     return (
-        f"the weights of the loss's tokens add up to {found:.4g}, expected {expected:.4g}: some tokens are "
-        "left out, counted twice, or divided by a count that is not the whole mini-batch's"
+        f"the token weights of the loss sum to {found:.4g}, expected {expected:.4g}: some tokens are "
+        "left out, counted twice, or divided by a count of less than the whole mini-batch"
     )
 
 
 def advantages(batch: BatchRef, values: Ragged, mask: Ragged) -> str | None:
-    """A session above its group's mean reward has a positive advantage, and each group's add up to 0.
+    """Check that sessions above their group's mean reward have positive advantages, which sum to 0 per group.
 
-    Of estimators whose advantages are centred. Rewards are those of the tags. A group is left out if one of
-    its rows has no sampled token: what that row earned is no session's score.
+    For estimators with centred advantages. Uses the rewards in the tags. Groups with a row without sampled
+    tokens are skipped.
     """
     row_N = torch.arange(len(mask)).repeat_interleave(torch.tensor(mask.lengths))
     sampled_2N = torch.stack([values.values.double().masked_fill(~mask.values, 0.0), mask.values.double()])
@@ -161,7 +161,7 @@ def advantages(batch: BatchRef, values: Ragged, mask: Ragged) -> str | None:
 
 
 def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> str | None:
-    """Check a group by reward, summed advantage and tokens of each session."""
+    """Check a group from the reward, summed advantage and tokens of each session."""
     rewards = [reward for reward, _, _ in sessions.values()]
     mean, largest = sum(rewards) / len(rewards), max(1.0, *map(abs, rewards))
     least = _EQUAL * largest
@@ -176,7 +176,7 @@ def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> s
             )
     total, size = sum(each.values()), sum(map(abs, each.values()))
     spread = sum(abs(reward - mean) for reward in rewards)
-    # A mean of large rewards that differ by little is rounded by much of what they differ by.
+    # The rounding of a mean of large rewards can exceed their small differences.
     rounding = _SINGLE * largest * len(rewards) / spread if spread else 0.0
     if abs(total) <= (_EVEN + rounding) * size:
         return None
@@ -187,7 +187,7 @@ def _group(prompt: int, sessions: Mapping[int, tuple[float, float, float]]) -> s
 
 
 def groups(batch: BatchRef, samples: int) -> str | None:
-    """Each prompt has the sessions it should have, failed ones included."""
+    """Check that each prompt has all its sessions, including failed ones."""
     sessions = Counter(prompt for prompt, _ in {key[:2] for key in batch.keys})
     for prompt, count in sessions.items():
         if count != samples:
@@ -198,9 +198,9 @@ def groups(batch: BatchRef, samples: int) -> str | None:
 def drawn(
     prompts: Sequence[int], rolled: Sequence[BatchRef], batch: BatchRef, *, filters: bool
 ) -> str | None:
-    """Each prompt that a step drew was rolled out; it is learnt from too, unless a session of it failed.
+    """Check that each prompt of a step was rolled out and, unless a session failed, trained on.
 
-    With `filters`, groups may be left out by their rewards.
+    With `filters`, groups may be excluded by their rewards.
     """
     rows = [row for one in rolled for row in one]
     sampled, learnt = {key.prompt for key, _ in rows}, {key.prompt for key in batch.keys}
@@ -210,12 +210,12 @@ def drawn(
             return f"prompt {prompt} was drawn for the step and has no sessions"
         if prompt not in learnt | excused:
             return (
-                f"prompt {prompt} was drawn for the step, none of its sessions failed, and the step does not "
-                "learn from it"
+                f"prompt {prompt} was drawn for the step, none of its sessions failed, but the step does not "
+                "train on it"
             )
     return None
 
 
 def store_empty(held: int) -> str | None:
-    """After a step the store holds nothing of it or of steps before it."""
+    """Check that the store holds no rows of finished steps."""
     return None if not held else f"{held} rows of finished steps are in the store after the step"

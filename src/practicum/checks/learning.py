@@ -1,7 +1,7 @@
-"""Rules that judge whether a run is learning, as pure functions of its metrics so far.
+"""Rules that warn if a run may not be learning, as pure functions of its metrics.
 
-They never stop a run. The log says each finding once, with the key that is likely to change it; the page of
-`practicum view` shows those that hold now.
+They never stop a run. The log reports each finding once, with the key that is likely to fix it. `practicum
+view` shows current findings.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.schema.recipe import Recipe
 
 Rows = Sequence[Mapping[str, float]]
-"""Metrics of the steps so far, the oldest first."""
+"""Metrics of the steps so far, oldest first."""
 SEVERAL, MANY = 5, 10
-"""Steps in a row after which something is said."""
+"""Number of consecutive steps before a finding is reported."""
 MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
 STARVED, OVERFED = 0.1, 2.0
 _FLAT, _GRADIENT, _CUT = "groups/zero_variance", "train/grad_norm", "rollout/truncated"
 _REWARD, _SPREAD, _ENTROPY = "reward/mean", "reward/std", "train/entropy"
 _STEP = ("train/loss", _FLAT, _GRADIENT, _CUT, _REWARD, _SPREAD)
-"""A row without any of these is an evaluation, or a step of the critic alone."""
+"""A row without any of these is an evaluation, or a step that trains only the critic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule that fires. Of one `kind`, which has one cause, only the first is reported."""
+    """A finding of a rule. Only the first of each `kind` is reported."""
 
     kind: str
     sentence: str
     metric: str
-    """The curve that shows it."""
+    """The metric that shows it."""
     rows: str = ""
-    """The recorded rows that show it, as a query of the viewer's Rollouts pane."""
+    """A query of the viewer's Rollouts pane for recorded rows that show it."""
     level: Literal["alarm", "warning"] = "warning"
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """The facts about a run's recipe that the rules need."""
+    """Facts about a run's recipe that the rules use."""
 
     rewards: bool
     groups: bool
@@ -84,7 +84,7 @@ class LearningWatch:
 
 
 def findings(rows: Rows, signal: Signal) -> list[Finding]:
-    """Return what fires on these steps, the first of each kind."""
+    """Return the findings on these steps, the first of each kind."""
     steps = [row for row in rows if any(name in row for name in _STEP)]
     first: dict[str, Finding] = {}
     for finding in (finding for rule in RULES for finding in rule(steps, signal) if steps):
@@ -93,7 +93,7 @@ def findings(rows: Rows, signal: Signal) -> list[Finding]:
 
 
 def not_finite(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """Loss or gradient are no numbers any more."""
+    """Report a loss or gradient that is not finite."""
     for name in ("train/loss", _GRADIENT):
         if rows and not math.isfinite(rows[-1].get(name, 0.0)):
             said = f"{name} is not finite: lower train.lr, and look at the steps before it"
@@ -101,7 +101,7 @@ def not_finite(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def failed_sessions(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """Many sessions fail."""
+    """Report many failing sessions."""
     failed, sessions = _last(rows, "rollout/failed", SEVERAL), _last(rows, "rollout/sessions", SEVERAL)
     if sessions and failed and sum(failed) >= FAILED * sum(sessions):
         said = f"{sum(failed) / sum(sessions):.0%} of the sessions of the last {SEVERAL} steps failed: "
@@ -111,26 +111,26 @@ def failed_sessions(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def flat_groups(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """An estimator that compares the responses to a prompt has found no difference for several steps."""
+    """Report groups with equal rewards for several steps, if the estimator compares sessions."""
     flat = _last(rows, _FLAT, SEVERAL)
     if signal.groups and signal.rewards and flat and min(flat) == 1.0 and not _has_risen(rows):
         said = (
-            f"in the last {SEVERAL} steps all answers to a prompt had the same reward (mean "
-            f"{_reward(rows)}): the task is too hard or too easy for this model, or the reward can't tell "
-            "answers apart. Look at samples.jsonl, raise rollout.samples, change the task, or start from a "
-            "model that answers some prompts right"
+            f"in the last {SEVERAL} steps all responses to a prompt had the same reward (mean "
+            f"{_reward(rows)}): the task is too hard or too easy for this model, or the reward does not "
+            "distinguish responses. Look at samples.jsonl, raise rollout.samples, change the task, or start "
+            "from a model that solves some prompts"
         )
         yield Finding("signal", said, _FLAT, "flat=1")
 
 
 def zero_gradient(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """The weights have not changed for several steps."""
+    """Report weights that have not changed for several steps."""
     norms = _last(rows, _GRADIENT, SEVERAL)
     if not norms or max(norms) > 0.0 or _has_risen(rows):
         return
-    why = "look at samples.jsonl and at tasks: there is nothing in the answers to learn"
+    why = "the SFT examples have nothing left to learn: look at samples.jsonl and tasks"
     if signal.rewards:
-        why = f"no answer is better than another (mean reward {_reward(rows)}): look at reward.functions"
+        why = f"all responses are equally good (mean reward {_reward(rows)}): look at reward.functions"
     elif signal.teachers:
         why = "student and teachers agree on every token: look at teachers.<name>.model and at route"
     said = f"the gradient was 0 in the last {SEVERAL} steps, so the weights did not change: {why}"
@@ -138,42 +138,42 @@ def zero_gradient(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def constant_reward(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """Every response of many steps had one and the same reward."""
+    """Report a reward that is equal for all responses of many steps."""
     rewards, spreads = _last(rows, _REWARD, MANY), _last(rows, _SPREAD, MANY)
     constant = rewards and spreads and max(spreads) == 0.0 and max(rewards) == min(rewards)
     if constant and signal.rewards and not _has_risen(rows):
         said = (
-            f"every answer of the last {MANY} steps had the reward {_reward(rows)}: the reward does not "
-            "depend on the answers, or none of them earns any. Look at reward.functions and samples.jsonl"
+            f"every response of the last {MANY} steps had the reward {_reward(rows)}: the reward does not "
+            "depend on the response, or no response is correct. Look at reward.functions and samples.jsonl"
         )
         yield Finding("signal", said, _REWARD)
 
 
 def cut_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """Most responses have not come to their end for several steps."""
+    """Report truncated responses for several steps."""
     shares = _last(rows, _CUT, SEVERAL)
     if shares and min(shares) > MOST:
         said = (
-            f"{fmean(shares):.0%} of the answers of the last {SEVERAL} steps were cut off at "
+            f"{fmean(shares):.0%} of the responses of the last {SEVERAL} steps were truncated at "
             f"rollout.max_new_tokens = {signal.max_new_tokens}: raise it, or add the token that ends "
-            "an answer to rollout.stop"
+            "a response to rollout.stop"
         )
         yield Finding("length", said, _CUT, "finish=length")
 
 
 def entropy_collapse(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """The student's entropy is a small part of what it was; with teachers it is meant to fall."""
+    """Report a collapse of the student's entropy, except with teachers, where it should fall."""
     values = [row[_ENTROPY] for row in rows if _ENTROPY in row]
     if len(values) < 2 * SEVERAL or signal.teachers or signal.supervised:
         return
     first, last = fmean(values[:SEVERAL]), fmean(values[-SEVERAL:])
     if 0 <= last < ENTROPY_LEFT * first and not _has_risen(rows):
-        said = f"entropy fell from {first:.2g} to {last:.2g} nats: answers to a prompt are getting equal"
+        said = f"entropy fell from {first:.2g} to {last:.2g} nats: responses to a prompt become equal"
         yield Finding("entropy", f"{said}. Lower train.lr, or raise algorithm.entropy", _ENTROPY)
 
 
 def teacher_shares(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """A teacher's part of the gradient is far from its target."""
+    """Report a teacher whose share of the gradient is far from its target."""
     for name, (share, target) in gradient_shares(rows, signal.shares).items():
         if share < STARVED * target or share > OVERFED * target:
             said = f"{name}: {share:.0%} of the gradient, target {target:.0%} (route.shares sets it)"
@@ -181,8 +181,8 @@ def teacher_shares(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def teacher_misleads(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """The student moves away from a teacher while the reward on that teacher's prompts falls."""
-    # Means of the last steps are compared with those of the steps before, beyond two standard errors.
+    """Report a student that moves away from a teacher while the reward on that teacher's prompts falls."""
+    # Means of the last steps must differ from those before by more than two standard errors.
     for metric in rows[-1] if rows else ():
         if not (metric.startswith("teacher/") and metric.endswith("/kl")):
             continue
@@ -228,7 +228,7 @@ def gradient_shares(rows: Rows, targets: Mapping[str, float]) -> dict[str, tuple
 
 
 def _last(rows: Rows, name: str, steps: int) -> list[float]:
-    """Return a metric in the last steps; nothing if there are fewer, or if it is not in all of them."""
+    """Return a metric in the last steps, or [] if steps or values are missing."""
     values = [row[name] for row in rows[-steps:] if name in row]
     return values if len(values) == steps else []
 
@@ -240,7 +240,7 @@ def _rises(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def _has_risen(rows: Rows) -> bool:
-    """Return True if the reward is above the first step's: what is learnt to the end teaches no more."""
+    """Return True if the reward is above the first step's, so that a task may be fully learned."""
     rewards = [row[_REWARD] for row in (rows[0], rows[-1]) if _REWARD in row]
     return len(rewards) == 2 and rewards[1] > rewards[0]
 

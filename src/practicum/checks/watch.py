@@ -1,4 +1,4 @@
-"""Act on an invariant that does not hold: stop the run, or report and count it."""
+"""Act on violated invariants: stop the run, or log and count them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARN_ONLY = ("sample_size", "teacher_shares")
 
 
 class Watch:
-    """Applies the recipe's level to each check's finding. `own` are the user's checks, by name."""
+    """Applies the recipe's level to each check's finding. `own` has custom checks by name."""
 
     def __init__(self, checks: Checks, report: Callable[[str], None]) -> None:
         self._level, self.logprob_gap_max, self.report = checks.level, checks.logprob_gap_max, report
@@ -36,7 +36,7 @@ class Watch:
         return self.level(name) != "off"
 
     def __call__(self, name: str, finding: str | None) -> None:
-        """Act on a finding; None means that the invariant holds."""
+        """Act on a finding. None means that the invariant holds."""
         if finding is None or not self.looks_at(name):
             return
         sentence = f"check {name}: {finding}"
@@ -46,11 +46,11 @@ class Watch:
         self.report(sentence)
 
     def after_step(self, metrics: Mapping[str, float], batch: BatchRef) -> None:
-        """Call the user's checks with the metrics and the keys and tags of a step's batch."""
+        """Call custom checks with the metrics, and the keys and tags of a step's batch."""
         for name, use in self.own.items():
             if not self.looks_at(name):
                 continue
             finding = find_part("check", use)(metrics, batch)
             if finding is not None and not isinstance(finding, str):
-                raise CheckError(f"check {name} gave {short_repr(finding)}, expected a sentence or None")
+                raise CheckError(f"check {name} returned {short_repr(finding)}, expected a string or None")
             self(name, finding)

@@ -149,7 +149,7 @@ class _Running:
 
 
 def blocked_by() -> str | None:
-    """Who keeps the event loop from its work, with the lines of code; None if it answers.
+    """Who keeps the event loop from its work, with the lines of code, or None if it answers.
 
     Coroutines of users run in tasks whose names say which function it is and what it works on.
     """

@@ -80,7 +80,7 @@ class HiddenShare:
         return self._open.work()
 
     def take(self) -> float | None:
-        """The fraction since the last call; None if nothing was streamed."""
+        """The fraction since the last call, or None if nothing was streamed."""
         tail_s, scoring_s = self._tail_s, self._scoring_s
         self._tail_s = self._scoring_s = 0.0
         return 1.0 - min(1.0, tail_s / scoring_s) if scoring_s else None

@@ -20,7 +20,7 @@ from practicum.cpu.linears import is_linear, product
 
 
 def is_plain_adapted(module: nn.Module) -> bool:
-    """Return True for a linear layer to which PEFT adds one product, all in one number type."""
+    """Return True for a linear layer to which PEFT adds one product, all in one dtype."""
     layer: Any = module
     return (
         is_plain(module)

@@ -32,7 +32,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def lean_decoder(model: Any) -> LeanDecoder | None:
-    """Return a lean forward of this model, if it is of a family and number type that it knows."""
+    """Return a lean forward of this model, if it is of a family and dtype that it knows."""
     config, head = model.config, model.get_output_embeddings()
     known = (
         switch.ENABLED

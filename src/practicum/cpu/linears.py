@@ -1,4 +1,4 @@
-"""Products of linear layers on a CPU in float32 by oneDNN, which torch takes for other number types only.
+"""Products of linear layers on a CPU in float32 by oneDNN, which torch takes for other dtypes only.
 
 oneDNN adds up each number of a result in the order of the inputs, however many rows there are (from 2 on) and
 whatever is done to it next, and is faster than the library that torch would call. Learner and engines all

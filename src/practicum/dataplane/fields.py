@@ -41,7 +41,7 @@ class Field:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one entry; 0 for objects, whose size differs from row to row."""
+        """Bytes of one entry, or 0 for objects, whose size differs from row to row."""
         return _BYTES[self.dtype]
 
 

@@ -138,7 +138,7 @@ class Columns(Mapping[str, Column]):
         return column
 
     def select(self, name: str, rows: Sequence[int]) -> Ragged | None:
-        """Those rows of a column of tokens, in that order; None if the stage does not read it."""
+        """Those rows of a column of tokens, in that order, or None if the stage does not read it."""
         return self.ragged(name).select(rows) if name in self else None
 
     def objects(self, name: str) -> list[Any]:

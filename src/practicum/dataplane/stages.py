@@ -34,7 +34,7 @@ class StageSpec:
     effect: bool = False
     about: str = ""
     skip_reason: str = ""
-    """Why this recipe rules the stage out, whatever its effect or readers; empty if it does not."""
+    """Why this recipe rules the stage out, whatever its effect or readers, or empty if it does not."""
     side: Side = "learning"
     use: str = ""
     """How the recipe names a stage of the user's."""

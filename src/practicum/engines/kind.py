@@ -22,7 +22,7 @@ WeightSource = Callable[[], tuple[Weights, int]]
 
 @dataclass(slots=True)
 class HeldWeights:
-    """The weights of a teacher that is a copy of the student; None until it has taken any."""
+    """The weights of a teacher that is a copy of the student, or None until it has taken any."""
 
     weights: dict[str, Tensor] | None = None
     version: int = 0
@@ -44,7 +44,7 @@ class FrozenModel:
     """The model in a phrase, for errors."""
     batch_tokens: int
     context: int | None
-    """Longest sequence of the teachers that limit it; None if one does not."""
+    """Longest sequence of the teachers that limit it, or None if one does not."""
     top_k: int
     adapters: Sequence[SavedAdapter] = ()
     """Each once."""

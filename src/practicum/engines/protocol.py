@@ -44,7 +44,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One answer to sample. Requests with equal prompts, pictures and experts share the prompt's work."""
+    """One answer to sample. Requests with equal prompts, images and experts share the prompt's work."""
 
     prompt_ids: Sequence[int]
     sampling: Sampling
@@ -93,7 +93,7 @@ LOGPROBS_ONLY = ScoreOptions()
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A whole token sequence, unpadded, of which ids[start:] are scored; pictures come before `start`."""
+    """A whole token sequence, unpadded, of which ids[start:] are scored; images come before `start`."""
 
     ids: Sequence[int]
     start: int

@@ -62,7 +62,7 @@ class Forecast:
 
     setup: StepSetup
     wanted: Needs | None
-    """Bundles and actors; None if all roles are in one process."""
+    """Bundles and actors, or None if all roles are in one process."""
     memory: tuple[DeviceMemory, ...]
     refusals: tuple[str, ...]
     notes: tuple[str, ...]

@@ -195,7 +195,7 @@ class Learner(TrainedModel):
         taught = losses.taught
         no_gradient = taught is not None and taught.loss_M is not None and not taught.loss_M.requires_grad
         if no_gradient and torch.is_grad_enabled():
-            raise CheckError("the divergence from the teachers has no gradient: nothing is learnt from them")
+            raise CheckError("the divergence from the teachers has no gradient: nothing is trained on them")
         if "group" in columns:
             report.groups.add(
                 columns["group"],
@@ -358,7 +358,7 @@ class _Update:
         self.idle_tokens = int((self.sampled_M & ~active_S[session_M]).sum())
 
     def microbatches(self, trunk: PackedModel, rows: list[int]) -> Iterator[Packed]:
-        """Yield micro-batches of these rows, to predict the tokens that are learnt from."""
+        """Yield micro-batches of these rows, to predict the tokens that are trained on."""
         sessions = self.sessions if self.whole_sessions else None
         return trunk.microbatches(self.rows, only=rows, sampled_M=self.learnt_M, sessions=sessions)
 

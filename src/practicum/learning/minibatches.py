@@ -1,7 +1,7 @@
 """How a step's batch is cut into optimizer mini-batches and shared over data-parallel ranks.
 
 Real rows are shared out first, as if there were no padding; padding rows then fill the mini-batches up to one
-size. So padding decides neither which real rows are learnt from together nor how many steps there are. Ranks
+size. So padding decides neither which real rows are trained on together nor how many steps there are. Ranks
 have equally many rows of each mini-batch, with tokens as even as can be.
 """
 

@@ -49,9 +49,9 @@ class DistillResult:
     kl_M: Tensor
     """k1 of each token to its teacher, without gradient."""
     overlap_M: Tensor | None
-    """Share of the teacher's top-k in the student's own; None with the signal `sampled`."""
+    """Share of the teacher's top-k in the student's own, or None with the signal `sampled`."""
     entropy_gap_M: Tensor | None
-    """The student's entropy minus the teacher's; None with the signal `sampled`."""
+    """The student's entropy minus the teacher's, or None with the signal `sampled`."""
     top: tuple[Tensor, ...] = ()
     """The teacher's top-k and their logprobs of recorded tokens, with the signal `full`."""
 
@@ -101,7 +101,7 @@ class DistillSettings:
         return columns
 
     def reduce(self, columns: Columns, target_M: Tensor, sampling_temperature: float) -> Reduce | None:
-        """Return the function to apply to the student's logits; None if its logprobs are enough."""
+        """Return the function to apply to the student's logits, or None if its logprobs are enough."""
         if self.compares_distributions:
             return lambda logits_CV, rows: self._distributions(logits_CV, rows, columns, target_M)
         if self.temperature != sampling_temperature:

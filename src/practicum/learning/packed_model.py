@@ -147,7 +147,7 @@ class PackedModel:
         return hidden_N.index_select(0, packed.gather_M)
 
     def _picture_tokens(self, packed: Packed) -> Tensor:
-        """Return True for input tokens that stand for pictures; the model may have sampled others alike."""
+        """Return True for input tokens that stand for images; the model may have sampled others alike."""
         config = self.model.config
         if not is_vision(config):
             raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")

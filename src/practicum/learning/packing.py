@@ -1,7 +1,7 @@
 """Rows without padding: which rows go into one forward pass, and how they lie in it.
 
 Rows share what they have in common at their beginnings, prompt or response: equal in tokens, and in recorded
-experts if these are replayed. Prompts with pictures are shared as a whole. A packed input is a tree of
+experts if these are replayed. Prompts with images are shared as a whole. A packed input is a tree of
 segments (`models/token_tree.py`) of all rows without their last tokens, which predict nothing.
 """
 
@@ -28,7 +28,7 @@ class RowExtras:
     position_ids: Ragged | None = None
     """Rows [P + R, D]: a position on each axis; vision models."""
     images: Sequence[Images | None] | None = None
-    """The pictures of each row's prompt, in the order of their tokens; vision models."""
+    """The images of each row's prompt, in the order of their tokens; vision models."""
     routed_experts: Ragged | None = None
     """Rows [P + R, L, E]: the experts that each token takes instead of its router's choice."""
 
@@ -77,7 +77,7 @@ class Packed:
     row_tokens: int = 0
     """Input tokens of all rows, had they nothing in common."""
     images: tuple[Images, ...] = ()
-    """Pictures of the distinct prompts that have any, in the order of their tokens; on the CPU."""
+    """Images of the distinct prompts that have any, in the order of their tokens; on the CPU."""
     image_prompts: tuple[Tensor, ...] = ()
     """The places of those prompts' tokens among the input tokens; on the CPU."""
     experts_N: Tensor | None = None

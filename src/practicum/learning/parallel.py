@@ -114,7 +114,7 @@ class Parallel:
         return root
 
     def _describe_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
-        """Return the whole weights and buffers by name, on rank 0; None if every rank has them.
+        """Return the whole weights and buffers by name, on rank 0, or None if every rank has them.
 
         Models without weights take dtypes and generation config of rank 0's.
         """

@@ -92,7 +92,7 @@ class SavedAdapter:
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     base: str | None
-    """The fingerprint of the base that it was trained on; None if another program wrote it."""
+    """The fingerprint of the base that it was trained on, or None if another program wrote it."""
     fingerprint: str
     """The same for adapters that do the same to a base."""
 

@@ -128,7 +128,7 @@ def packed_forward(
 ) -> Tensor:
     """Return the last hidden states [N, hidden] of packed tokens; positions are [N] or [N, D].
 
-    Pictures come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
+    Images come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
     """
     tokens = len(ids_N)
     rows = padded_tokens(tokens, mlp_width(model))

@@ -158,7 +158,7 @@ register_experts(_padded_experts)
 
 
 def routes_of(model: nn.Module) -> Routes | None:
-    """Return the model's routers, prepared the first time; None if it has none that can be replayed."""
+    """Return the model's routers, prepared the first time, or None if it has none that can be replayed."""
     routers = [module for module in model.modules() if _is_router(module)]
     rules = [getattr(r, _HOOK).rule if hasattr(r, _HOOK) else _rule_of(r) for r in routers]
     if not routers or None in rules:
@@ -186,7 +186,7 @@ def _is_router(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _rule_of(router: Any) -> Rule | None:
-    """Return the rule that reproduces the router's own weights; None if none does.
+    """Return the rule that reproduces the router's own weights, or None if none does.
 
     Tried with made-up weights (its own may not be loaded yet), whose logits are large enough to tell rules
     apart, and with a correction bias of experts that is not 0.

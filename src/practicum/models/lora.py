@@ -75,7 +75,8 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def trained_names(model: nn.Module) -> frozenset[str] | None:
-    """Return the parameters of a model with an adapter that training changes; None for all of another's."""
+    """Return the parameters of a model with an adapter that training changes, or None for all of
+    another's."""
     if not has_adapter(model):
         return None
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
@@ -138,7 +139,7 @@ def merged_weights(model: nn.Module, gather: Gather = lambda tensor: tensor) -> 
 
 @torch.no_grad()
 def base_fingerprint(model: nn.Module, gather: Gather = lambda tensor: tensor) -> str:
-    """Return a hash of all weights but the adapter's, the same whatever number type they are held in."""
+    """Return a hash of all weights but the adapter's, the same whatever dtype they are held in."""
     digest = hashlib.sha256()
     weights = (
         (name.replace(_WRAPPED, ""), p) for name, p in model.named_parameters() if not is_adapter(name)
@@ -187,7 +188,7 @@ def _peft_layers(base: PreTrainedModel, saved: SavedAdapter) -> dict[str, nn.Mod
 
 
 def rows_of(model: nn.Module) -> AdapterRows | None:
-    """Return the adapters of a model that `put_adapters` made; None of another one."""
+    """Return the adapters of a model that `put_adapters` made, or None of another one."""
     return next((module.rows for module in model.modules() if isinstance(module, RowsLayer)), None)
 
 

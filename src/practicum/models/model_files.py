@@ -82,7 +82,7 @@ def read_generation(source: str) -> Any:
 
 
 def _stamp(source: str) -> tuple[int, ...]:
-    """Tell versions of a folder apart; empty for a hub name, which is not waited for without a network."""
+    """Tell versions of a folder apart, or empty for a hub name, which is not waited for without a network."""
     is_unreachable(source)
     folder = Path(source).expanduser()
     return tuple(file.stat().st_mtime_ns for file in sorted(folder.glob("*.json")))

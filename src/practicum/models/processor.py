@@ -1,4 +1,4 @@
-"""How pictures become a model's inputs: transformers' own processors, made from code or read from folders."""
+"""How images become a model's inputs: transformers' own processors, made from code or read from folders."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _CHAT = (
 
 
 class Processor(Qwen2_5_VLProcessor):
-    """Qwen-VL's processor for text and pictures; its part for videos would need torchvision."""
+    """Qwen-VL's processor for text and images; its part for videos would need torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None) -> None:
         super().__init__(image_processor, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the character tokenizer with tokens for pictures, and a chat template that places them."""
+    """Return the character tokenizer with tokens for images, and a chat template that places them."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(list(VISION_SPECIALS), special_tokens=True)
     tokenizer.chat_template = _CHAT
@@ -54,7 +54,7 @@ def make_processor(tokenizer: PreTrainedTokenizerBase) -> Processor:
 
 
 def load_processor(spec: Model, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
-    """Return the processor of the recipe's model; None for a model that reads no pictures."""
+    """Return the processor of the recipe's model, or None for a model that takes no images."""
     if spec.random_init is not None:
         if spec.random_init.family != "qwen2_5_vl":
             return None
@@ -71,7 +71,7 @@ def read_processor(source: str, tokenizer: PreTrainedTokenizerBase, key: str = "
     with must_read(source, key, "a vision model with preprocessor_config.json or processor_config.json"):
         cutter = read_image_processor(source)
     if "image_grid_thw" not in cutter.model_input_names or not hasattr(cutter, "merge_size"):
-        expected = "one that cuts pictures into a grid of patches, as Qwen2-VL's and its followers' do"
+        expected = "one that cuts images into a grid of patches, as Qwen2-VL's and its followers' do"
         raise RecipeError(key, f"{source} with {type(cutter).__name__}", expected)
     _require_image_token(tokenizer, key, source)
     return Processor(cutter, tokenizer)
@@ -84,7 +84,7 @@ def _require_image_token(tokenizer: PreTrainedTokenizerBase, key: str, source: s
 
 
 def encode_images(processor: Processor, pictures: Sequence[Image]) -> tuple[Images, list[int]]:
-    """Return the pictures as the model reads them, and how many image tokens stand for each."""
+    """Return the images as the model reads them, and how many image tokens stand for each."""
     cut = processor.image_processor(images=list(pictures), return_tensors="pt")
     images = Images(cut["pixel_values"], cut["image_grid_thw"])
     merged = processor.image_processor.merge_size**2
@@ -92,7 +92,7 @@ def encode_images(processor: Processor, pictures: Sequence[Image]) -> tuple[Imag
 
 
 def expand_images(ids: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-    """Return the ids with each image token repeated as often as its picture needs."""
+    """Return the ids with each image token repeated as often as its image needs."""
     assert sum(i == image_token for i in ids) == len(counts)
     rest = iter(counts)
     return list(chain.from_iterable(repeat(i, next(rest)) if i == image_token else (i,) for i in ids))

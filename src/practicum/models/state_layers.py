@@ -178,7 +178,7 @@ KNOWN_LAYERS = (
 
 
 def unknown_layers(model: nn.Module) -> str:
-    """Return the layers that remember earlier tokens in a way that practicum can't lay out; empty if none.
+    """Return the layers that remember earlier tokens in a way that practicum can't lay out, or empty if none.
 
     Types and shapes of layers alone decide, so that all commands refuse the same models.
     """
@@ -195,7 +195,7 @@ def unknown_layers(model: nn.Module) -> str:
 
 
 def state_layers(model: nn.Module) -> str:
-    """Return the types of the layers that carry a state; empty if none do."""
+    """Return the types of the layers that carry a state, or empty if none do."""
     return _layers_that(model, *STATE_LAYERS)
 
 
@@ -223,14 +223,14 @@ def read_weights_of(model: nn.Module) -> set[str]:
 
 @cache
 def _cache_name(kind: type[nn.Module]) -> str | None:
-    """Return the parameter by which layers of a class get their cache; None if they take none."""
+    """Return the parameter by which layers of a class get their cache, or None if they take none."""
     return next((name for name in inspect.signature(kind.forward).parameters if name in _CACHES), None)
 
 
 @cache
 def _source_says(kind: type[nn.Module]) -> str:
     """Return how layers of a class remember: attends, counts (attends, by its own count of positions),
-    continues, steps or unknown; empty if they do not."""
+    continues, steps or unknown, or empty if they do not."""
     from transformers import PreTrainedModel
 
     from practicum.compat.transformers import GradientCheckpointingLayer

@@ -1,7 +1,7 @@
-"""Models that see: pictures, where they are in a prompt, which positions tokens have, what they become.
+"""Models that see: images, where they are in a prompt, which positions tokens have, what they become.
 
-A picture stands in a prompt as a run of image tokens, one for each merged patch. The first image tokens of a
-sequence are its pictures'; later ones, which a model may sample, are plain tokens. Positions have three axes
+An image stands in a prompt as a run of image tokens, one for each merged patch. The first image tokens of a
+sequence are its images'; later ones, which a model may sample, are plain tokens. Positions have three axes
 (time, height, width): those of text continue from the largest + 1 on all of them.
 """
 
@@ -28,12 +28,12 @@ PIXELS, GRID = "pixel_values", "image_grid_thw"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Images:
-    """Pictures of one prompt, as the model's image processor cut them, in the order of their tokens."""
+    """Images of one prompt, as the model's image processor cut them, in the order of their tokens."""
 
     pixels: Tensor
     """[patches, width], float32 on the CPU."""
     grid: Tensor
-    """[images, 3], int64: time, height and width of each picture in patches."""
+    """[images, 3], int64: time, height and width of each image in patches."""
     _digest: list[bytes] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -42,13 +42,13 @@ class Images:
         patches = int(self.grid.prod(1).sum())
         if not patches or self.pixels.dim() != 2 or self.pixels.shape[0] != patches:
             raise DataError(
-                f"pictures of {patches} patches (grid {self.grid.tolist()}) came with pixels of shape "
+                f"images of {patches} patches (grid {self.grid.tolist()}) came with pixels of shape "
                 f"{list(self.pixels.shape)}, expected one row per patch"
             )
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal pictures; computed once."""
+        """Equal for equal images; computed once."""
         if not self._digest:
             made = hashlib.blake2b(str(self.grid.tolist()).encode(), digest_size=16)
             made.update(self.pixels.numpy().data.cast("B"))
@@ -65,7 +65,7 @@ class Images:
 
 
 def images_of(columns: Columns) -> list[Images | None]:
-    """Return the pictures of each row."""
+    """Return the images of each row."""
     return [Images.from_inputs(inputs) for inputs in columns.objects("multi_modal_inputs")]
 
 
@@ -75,19 +75,19 @@ def is_vision(config: Any) -> bool:
 
 
 def probe_images(config: Any) -> Images:
-    """Return a picture of four tokens, always the same, to try a model with."""
+    """Return an image of four tokens, always the same, to try a model with."""
     side, width = 2 * _merge(config), _patch_width(config)
     pixels = torch.linspace(-1, 1, side * side * width).reshape(-1, width).sin()
     return Images(pixels, torch.tensor([[1, side, side]]))
 
 
 def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> list[tuple[int, int]]:
-    """Return where each picture's tokens begin and end in a sequence, or raise an EngineError."""
+    """Return where each image's tokens begin and end in a sequence, or raise an EngineError."""
     if images is None:
         return []
     if images.pixels.shape[1] != _patch_width(config):
         raise EngineError(
-            f"pictures have patches of {images.pixels.shape[1]} numbers, the model's have "
+            f"images have patches of {images.pixels.shape[1]} numbers, the model's have "
             f"{_patch_width(config)}: use the image processor of this model"
         )
     spans: list[tuple[int, int]] = []
@@ -99,14 +99,14 @@ def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> lis
             found = sum(i == token for i in ids)
             raise EngineError(
                 f"a sequence of {len(ids)} tokens has {found} image tokens ({token}), which do not fit "
-                f"pictures of {counts} tokens: each picture needs its own run, in order"
+                f"images of {counts} tokens: each image needs its own run, in order"
             )
         spans.append((start, end))
     return spans
 
 
 def picture_tokens(config: Any, ids: Sequence[int], images: Images | None) -> Tensor:
-    """Return which tokens of a sequence stand for pieces of its pictures [len(ids)]."""
+    """Return which tokens of a sequence stand for pieces of its images [len(ids)]."""
     picture_N = torch.zeros(len(ids), dtype=torch.bool)
     for start, end in picture_spans(config, ids, images):
         picture_N[start:end] = True
@@ -134,7 +134,7 @@ def embed(
     images: Sequence[Images],
     picture_N: Tensor | None = None,
 ) -> Tensor:
-    """Return embeddings [N, hidden] of packed tokens, pictures in place of their tokens (`picture_N`).
+    """Return embeddings [N, hidden] of packed tokens, images in place of their tokens (`picture_N`).
 
     Unset, these are the first image tokens. With positions of three axes it is checked that they fit.
     """
@@ -150,12 +150,12 @@ def embed(
     place_K = picture_N.nonzero().squeeze(1)
     if len(place_K) != sum(counts) or not _fit(config, positions_N[place_K], images):
         raise EngineError(
-            f"{len(place_K)} image tokens do not fit {len(counts)} pictures of {sum(counts)} tokens, or "
-            "their positions are not those of these pictures"
+            f"{len(place_K)} image tokens do not fit {len(counts)} images of {sum(counts)} tokens, or "
+            "their positions are not those of these images"
         )
     features: list[Tensor] = []
     for each in images:
-        # One by one, so that a picture's features do not depend on those beside it.
+        # One by one, so that an image's features do not depend on those beside it.
         for pixels, grid in zip(each.pixels.split(each.grid.prod(1).tolist()), each.grid, strict=True):
             inputs = pixels.to(ids_N.device), grid.unsqueeze(0).to(ids_N.device)
             features += base.get_image_features(*inputs).pooler_output
@@ -172,18 +172,18 @@ def _patch_width(config: Any) -> int:
 
 
 def _tokens(config: Any, images: Images) -> list[int]:
-    """Return the number of tokens of each picture."""
+    """Return the number of tokens of each image."""
     return (images.grid.prod(1) // _merge(config) ** 2).tolist()
 
 
 def _offsets(config: Any, grid: Sequence[int]) -> Tensor:
-    """Return positions [tokens, 3] of a picture's tokens, relative to where it begins."""
+    """Return positions [tokens, 3] of an image's tokens, relative to where it begins."""
     time, height, width = grid[0], grid[1] // _merge(config), grid[2] // _merge(config)
     return torch.cartesian_prod(torch.arange(time), torch.arange(height), torch.arange(width))
 
 
 def _fit(config: Any, positions_K: Tensor, images: Sequence[Images]) -> bool:
-    """Return True if these are positions of the pictures' tokens, or have one axis."""
+    """Return True if these are positions of the images' tokens, or have one axis."""
     if positions_K.dim() == 1:
         return True
     offsets = [_offsets(config, grid) for each in images for grid in each.grid.tolist()]

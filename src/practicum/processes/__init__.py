@@ -1,3 +1,3 @@
-"""Child processes: a model or engine asked through a pipe, a guarded server, a command with limits;
-the memory of this one.
+"""Child processes (models and engines behind a pipe, servers, commands with limits), and this process's
+memory.
 """

@@ -1,4 +1,4 @@
-"""Least-loaded dispatch: work goes to the worker that has the least of it, within a deadline."""
+"""Dispatch work to the least loaded worker, with a deadline."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Slot(Generic[W]):
     works: int = 0
     load: float = 0.0
     total_load: float = 0.0
-    """All load it ever got: of two that are equally busy, the one with less is next."""
+    """Total load so far, which breaks ties between equally busy workers."""
 
     @contextmanager
     def busy(self, load: float) -> Iterator[W]:
-        """Count a piece of work from here to the end of the block."""
+        """Count a piece of work inside the context."""
         self.works, self.load, self.total_load = self.works + 1, self.load + load, self.total_load + load
         try:
             yield self.worker
         finally:
             self.works -= 1
-            self.load = self.load - load if self.works else 0.0  # sums of fractions may not return to zero
+            self.load = self.load - load if self.works else 0.0  # sums of floats may not return to zero
 
 
 class Dispatcher(Generic[W]):
-    """Identical workers, for the coroutines of one event loop."""
+    """Identical workers for the coroutines of an event loop."""
 
     def __init__(self, workers: Iterable[W]) -> None:
         self.slots = [Slot(worker) for worker in workers]
@@ -52,9 +52,9 @@ class Dispatcher(Generic[W]):
         abort: Callable[[W, str], None],
         names: tuple[str, str, str],
     ) -> T:
-        """Do a piece of work on the least loaded worker; one that is late is aborted, a TeacherError.
+        """Run work on the least loaded worker. If it misses the deadline, abort it and raise TeacherError.
 
-        `names` are those of the model, of the work, and of the deadline's key.
+        `names` holds the names of the model, the work, and the deadline's key.
         """
         who, about, key = names
         with self.least_loaded().busy(load) as worker:

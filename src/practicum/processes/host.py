@@ -1,7 +1,7 @@
-"""A model in a separate process: start it, call its methods with deadlines, and name what ended it.
+"""A model in a separate process: start it, call its methods with deadlines, and report why it ended.
 
-`serve` is the child's side. A thread writes and a thread reads, so the event loop never waits for the pipe. A
-process that died or was killed is never used again: every later call fails with the reason.
+`serve` is the child's side. Separate threads read and write, so the event loop never waits for the pipe.
+After a process dies or is killed, every later call fails with the reason.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from practicum.processes.serve import ALIVE, CANCEL, HELLO, STOP, Call, Loader, 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 START_S = 1800.0
-"""How long a process may take to load its model; one that dies is noticed at once."""
+"""Deadline in seconds for loading the model. A dead process is noticed immediately."""
 _EXIT_S = 2.0
-"""How long a process may take to end after its pipe closed, or after it was asked to."""
+"""Deadline in seconds for ending after the pipe closes or a stop request."""
 _ALIVE_S, _EVERY_S = 60.0, 5.0
-"""Seconds in which a working process must answer a ping, and the pause between pings."""
+"""Seconds for a working process to reply to a ping, and the pause between pings."""
 _HOSTS: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 class Host:
-    """One process that serves the objects that `load` returns there. `who` begins its error messages.
+    """A process that serves the objects that `load` returns in it. `who` begins its error messages.
 
-    A call, a ping, or one step of an engine that takes longer than `deadline_s` ends the process. `late` is
-    the advice for a start that takes longer than `start_s`.
+    A call, ping, or engine step that exceeds `deadline_s` ends the process. `late` is the advice for a start
+    that exceeds `start_s`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Host:
             f"import sys; sys.path = {sys.path!r}; "
             f"from practicum.processes.serve import main; main({theirs.fileno()})"
         )
-        # Not by multiprocessing, which runs the user's script again. A new session does not get Ctrl-C.
+        # Not multiprocessing, which reruns the user's script. A new session does not receive Ctrl-C.
         self._process = subprocess.Popen(
             [sys.executable, "-c", script, self.who],
             env={**os.environ, "OMP_NUM_THREADS": str(self.threads)},
@@ -95,7 +95,7 @@ class Host:
         return self._process.pid
 
     def ready(self) -> None:
-        """Wait until the objects are loaded; if they can't be, end the process."""
+        """Wait until the objects are loaded. On failure, end the process."""
         try:
             self._hello.result(self._start_s)
         except TimeoutError:
@@ -106,7 +106,7 @@ class Host:
             raise
 
     async def ask(self, method: Callable[[Any, *Ts], Awaitable[T]], *args: *Ts, target: int = 0) -> T:
-        """Return the result of a method of an object. Calls of one turn of the event loop go together."""
+        """Call a method of an object. Calls in one iteration of the event loop are sent together."""
         number, future = self._post(method.__name__, args, target)
         asyncio.get_running_loop().call_soon(self._flush)
         self._open += 1
@@ -119,23 +119,23 @@ class Host:
             self._forget(number)
 
     def call(self, method: Callable[[Any, *Ts], T], *args: *Ts, target: int = 0) -> T:
-        """Return the result of a method of an object. Blocks, so coroutines must not use it."""
+        """Call a method of an object, and block until it returns. Coroutines must not use this."""
         _, future = self._post(method.__name__, args, target)
         self._flush()
         try:
             return future.result(self._deadline_s)
         except TimeoutError:
-            why = f"it did not answer to {method.__name__} within {self._deadline_s:g} s"
+            why = f"{method.__name__} did not return within {self._deadline_s:g} s"
             self.kill(why)
             raise EngineError(f"{self.who}: {why}") from None
 
     def kill(self, why: str) -> None:
-        """End the process immediately; open calls fail with the reason."""
+        """Kill the process immediately. Open calls fail with the reason."""
         self._fail(f"its process {self.pid} was killed: {why}")
         self._process.kill()
 
     def close(self) -> None:
-        """End the process within 5 s; open calls fail."""
+        """End the process within 5 s. Open calls fail."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -153,7 +153,7 @@ class Host:
             self._pipe.close()
 
     async def _watch(self) -> None:
-        """While calls are open, kill a process that is silent or whose step does not end."""
+        """While calls are open, kill a process that is unresponsive or whose step hangs."""
         alive_s = min(_ALIVE_S, self._deadline_s)
         while self._open:
             try:
@@ -162,11 +162,11 @@ class Host:
                 async with asyncio.timeout(alive_s):
                     step_s = await asyncio.wrap_future(future)
             except TimeoutError:
-                return self.kill(f"it did not answer for {alive_s:g} s")
-            except EngineError:  # the process is over: those who wait get the reason
+                return self.kill(f"it was unresponsive for {alive_s:g} s")
+            except EngineError:  # the process has ended, and waiting calls receive the reason
                 return None
             if step_s > self._deadline_s:
-                return self.kill(f"a step of it has not ended for {step_s:.0f} s")
+                return self.kill(f"a step has not ended for {step_s:.0f} s")
             await asyncio.sleep(min(_EVERY_S, alive_s))
 
     def _post(self, method: str, args: tuple[Any, ...], target: int) -> tuple[int, Future[Any]]:
@@ -193,7 +193,7 @@ class Host:
         self._flush()
 
     def _write(self) -> None:
-        with suppress(OSError):  # a broken pipe: the reader sees the end of the process too
+        with suppress(OSError):  # on a broken pipe, the reader also sees the end of the process
             while message := self._outbox.get():
                 send(self._pipe, message)
 
@@ -208,7 +208,7 @@ class Host:
         self._outbox.put(None)
 
     def _gone(self, timeout: float) -> bool:
-        """Wait for the end of the process; True if it has ended."""
+        """Wait for the process to end. Return True if it has."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         return self._process.returncode is not None
@@ -217,14 +217,14 @@ class Host:
         for reply in replies:
             with self._lock:
                 future = self._waiting.pop(reply.number, None)
-            with suppress(InvalidStateError):  # cancelled in this very moment
+            with suppress(InvalidStateError):  # cancelled concurrently
                 if future is not None and reply.error is not None:
                     future.set_exception(reply.error)
                 elif future is not None:
                     future.set_result(reply.result)
 
     def _fail(self, why: str) -> None:
-        """Refuse everything from now on; the first reason stays."""
+        """Fail all later calls with this reason, unless an earlier one is set."""
         with self._lock:
             self._over = self._over or why
             waiting, self._waiting = list(self._waiting.values()), {}
@@ -246,7 +246,7 @@ def _ending(code: int | None) -> str:
     if code is None:
         return "no exit code"
     if code >= 0:
-        return f"exit code {code}; its own messages are above"
+        return f"exit code {code}; its output is above"
     names = {s.value: s.name for s in signal.Signals}
     hint = "; out of memory?" if -code == signal.SIGKILL else ""
     return f"by signal {names.get(-code, -code)}{hint}"

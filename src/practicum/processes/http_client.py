@@ -1,4 +1,4 @@
-"""A model behind a URL: requests that are bounded in number and time, and checks before the first step."""
+"""A model behind a URL: limits on concurrent requests and time, and checks before the first step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 RETRIES = 3
-"""Further tries of a request that failed."""
+"""Maximum retries of a failed request."""
 _CLOSE_S = 2.0
 
 
 class Refused(TeacherError):
-    """The server refused, with a status that another try does not change."""
+    """The server rejected a request with a status that a retry does not change."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
         self.status, self.message = status, message
@@ -31,26 +31,26 @@ class Refused(TeacherError):
 
 
 class Unreachable(TeacherError):
-    """No answer: no connection, a broken one, or a server that is down or overloaded."""
+    """No response: connection failed or broke, or the server is down or overloaded."""
 
 
 class Unusable(ValueError):
-    """An answer without what was asked for: says what is missing."""
+    """A response that lacks requested data. The message names it."""
 
 
 class Client:
-    """A model behind a URL; at most `concurrency` requests are open at once.
+    """A model behind a URL, with at most `concurrency` concurrent requests.
 
-    A request's deadline begins when it is sent and covers all tries. The connections belong to the event loop
-    of the first request. `who` begins the error messages, `path` is the model's key in the recipe.
+    A request's deadline starts when it is sent and covers all retries. The connections belong to the event
+    loop of the first request. `who` begins the error messages, and `path` is the model's recipe key.
     """
 
     serve_commands = "vllm serve"
     name_options = "vllm serve … --served-model-name"
-    """How such a server is started, and how it names its model: for advice."""
+    """Command that starts such a server, and its option for the model's name, for advice."""
     expected = "an OpenAI-compatible server with /models and /completions below this URL"
     advice = ""
-    """What an error about another server says was expected, and what to do."""
+    """Expected server and advice, for errors."""
 
     def __init__(self, who: str, path: str, spec: Teacher | RewardModel) -> None:
         assert spec.url is not None
@@ -72,9 +72,9 @@ class Client:
         return self._busy.seconds
 
     async def ask(self, method: str, path: str, body: Any, about: str, *, base: str | None = None) -> Any:
-        """The JSON that the server answers, tried again where that may help; else Refused or Unreachable.
+        """Return the server's JSON, with retries for temporary failures. Raise Refused or Unreachable.
 
-        `path` is below the URL, or below `base`. A body that is a function is called when a slot is free.
+        `path` is relative to the URL, or to `base`. A callable body is called when a slot is free.
         """
         client, slots = self._open()
         url = (self.url if base is None else base) + path
@@ -86,13 +86,13 @@ class Client:
                         return await self._tries(client, method, url, sent, about)
                 except TimeoutError:
                     why = (
-                        f"no answer within {self.deadline_s:g} s; if the server is only slow, raise "
+                        f"no response within {self.deadline_s:g} s; if the server is only slow, raise "
                         f"{self.path}.deadline_s or lower {self.path}.concurrency"
                     )
                     raise Unreachable(self.problem(about, why)) from None
 
     async def check_model(self) -> dict[str, Any]:
-        """What the server says of the model; a RecipeError if it does not have it."""
+        """Return the server's description of the model. Raise RecipeError if it does not have the model."""
         with self.recipe_errors("its list of models"):
             answer = await self.ask("GET", "/models", None, "its models")
         try:
@@ -105,23 +105,23 @@ class Client:
                 f"{self.path}.model",
                 self.model,
                 f"a model of {self.url}: {', '.join(sorted(models)) or 'it has none'}",
-                f"take one of these names, or serve the model under this one ({self.name_options})",
+                f"use one of these names, or serve the model under this name ({self.name_options})",
             )
         found = models[self.model]
-        # Of adapters, vLLM tells its context with the model that they are on.
+        # vLLM reports the context of an adapter with its base model.
         base = models.get(str(found.get("parent")), {})
         return {**base, **{key: value for key, value in found.items() if value is not None}}
 
     @contextmanager
     def recipe_errors(self, what: str) -> Iterator[None]:
-        """Turns a server's refusal of `what`, no answer or a useless one into a RecipeError."""
+        """Turn a rejection of `what`, a missing or an unusable response into a RecipeError."""
         advice = self.advice if self.url.endswith("/v1") else "the URL of such servers ends in /v1"
         try:
             yield
         except Refused as refusal:
-            found = f"a server that refuses {what} with status {refusal.status} ({refusal.message})"
+            found = f"a server that rejects {what} with status {refusal.status} ({refusal.message})"
             if refusal.status in (401, 403):
-                name = "name the environment variable that holds the server's key"
+                name = "set it to the environment variable with the server's key"
                 key = f"{self.path}.api_key_env"
                 raise RecipeError(key, found, "a key that it accepts", name) from refusal
             raise RecipeError(f"{self.path}.url", found, self.expected, advice) from refusal
@@ -136,21 +136,21 @@ class Client:
             ) from error
 
     def problem(self, about: str, why: str) -> str:
-        """A sentence for an error that names the model, its server and what was asked."""
+        """Return a message that names the model, its server and the request."""
         return f"{self.who} at {self.url}, {about}: {why}"
 
     async def aclose(self) -> None:
-        """Close the connections; from a coroutine of their event loop."""
+        """Close the connections. Call it from a coroutine of their event loop."""
         self._closed = True
         if self._client is not None:
             await self._client.aclose()
 
     def close(self) -> None:
-        """Close the connections; from a thread that does not run their event loop."""
+        """Close the connections. Call it from a thread that does not run their event loop."""
         self._closed = True
         if self._loop is not None and self._loop.is_running():
             closed = asyncio.run_coroutine_threadsafe(self.aclose(), self._loop)
-            with suppress(TimeoutError):  # a blocked event loop: connections end with the process
+            with suppress(TimeoutError):  # if the event loop is blocked, connections end with the process
                 closed.result(_CLOSE_S)
 
     def _open(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
@@ -179,7 +179,7 @@ class Client:
                     try:
                         return json.loads(response.content)
                     except (ValueError, RecursionError) as error:
-                        why = "the answer is not JSON"
+                        why = "the response is not JSON"
                         raise Refused(self.problem(about, why), response.status_code, why) from error
                 message = message_of(response.text)
                 why = f"status {response.status_code}: {message}"
@@ -189,13 +189,13 @@ class Client:
             pause = retry_after if retry_after is not None else _pause(self.who, about, attempt)
             if attempt == RETRIES or asyncio.get_running_loop().time() + pause >= until:
                 tries = "1 try" if attempt == 0 else f"{attempt + 1} tries"
-                raise Unreachable(self.problem(about, f"no answer after {tries}: {why}"))
+                raise Unreachable(self.problem(about, f"no response after {tries}: {why}"))
             await asyncio.sleep(pause)
         raise AssertionError("the last try raises or returns")
 
 
 def message_of(text: str) -> str:
-    """The message in the body of a server's refusal, without its wrapping."""
+    """Extract the message from the body of a server's error."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -214,19 +214,19 @@ def _headers(path: str, variable: str | None) -> dict[str, str]:
             f"{path}.api_key_env",
             f"{variable}, which is not set",
             "an environment variable with the server's key",
-            f"export {variable}=… before the run, or leave the option out if the server needs no key",
+            f"export {variable}=… before the run, or remove the option if the server needs no key",
         )
     return {"Authorization": f"Bearer {key}"}
 
 
 def _pause(who: str, about: str, attempt: int) -> float:
-    """Seconds until the next try: doubling, and spread by a hash so that rows are not all sent at once."""
+    """Return the seconds until the next try: exponential backoff, with jitter from a hash."""
     spread = zlib.crc32(f"{who}/{about}/{attempt}".encode()) / 2**32
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * (0.5 + spread)
 
 
 def _retry_after(response: httpx2.Response) -> float | None:
-    """Seconds that the server asks to wait; a date is left to our own pause."""
+    """Return the seconds in the server's Retry-After. Dates are ignored."""
     try:
         return max(0.0, float(response.headers["Retry-After"]))
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""The HTTP application of `practicum serve` and of agents' endpoints: bodies, keys, refusals, the server."""
+"""The HTTP application of `practicum serve` and the agent endpoint: bodies, keys, errors, the server."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from starlette.routing import BaseRoute
 from practicum.errors import EngineError
 
 CONNECTIONS = 256
-"""Default limit of open connections."""
+"""Default maximum of open connections."""
 BODY_S = 30.0
-"""Seconds in which a request's body must arrive."""
+"""Deadline of a request's body in seconds."""
 _KEEP_ALIVE_S = 30
 _SHUTDOWN_S = 5
-"""Seconds for requests in flight when the server stops."""
+"""Seconds that requests in flight may take when the server stops."""
 
 
 class Refusal(Exception):
-    """A request that the server refuses, with an HTTP status and, for programs, a code."""
+    """A rejected request, with an HTTP status and a machine-readable code."""
 
     def __init__(self, status_code: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class Refusal(Exception):
 
 
 def openai_error(request: Request, status: int, message: str, code: str | None) -> dict[str, Any]:
-    """Return the body of an error as OpenAI's and vLLM's servers write it."""
+    """Return an error body in the format of OpenAI and vLLM."""
     return {"error": {"message": message, "type": "error", "param": None, "code": code or status}}
 
 
@@ -42,12 +42,12 @@ def make_app(
     write_error: Callable[[Request, int, str, str | None], dict[str, Any]] = openai_error,
     **options: Any,
 ) -> Starlette:
-    """Return the application of these routes; what they refuse is answered as `write_error` writes it."""
+    """Create the application of these routes. `write_error` formats the body of a Refusal."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         status, message = getattr(error, "status_code", 500), str(getattr(error, "detail", error))
         body = write_error(request, status, message, getattr(error, "code", None))
-        # The rest of a body that was not read must not be taken for the next request.
+        # The unread rest of a body must not be parsed as the next request.
         return JSONResponse(body, status, headers={"connection": "close"})
 
     refused = (Refusal, EngineError, HTTPException, ClientDisconnect)
@@ -55,9 +55,9 @@ def make_app(
 
 
 async def read_body(request: Request, max_body: int, advice: str = "") -> bytes:
-    """Return the body. One that is too large is refused while it arrives and is never held."""
+    """Read the body. One that is too large is rejected while it arrives."""
     body = bytearray()
-    # uvicorn has already refused a content-length that is not a number.
+    # uvicorn has already rejected a content-length that is not a number.
     size = int(request.headers.get("content-length", "0"))
     try:
         async with asyncio.timeout(BODY_S):
@@ -80,7 +80,7 @@ def sent_key(request: Request) -> str:
 
 
 def make_server(app: Starlette, connections: int | None = CONNECTIONS, **options: Any) -> uvicorn.Server:
-    """Return a server that answers 503 while `connections` connections are open."""
+    """Create a server that returns 503 while `connections` connections are open."""
     config = uvicorn.Config(
         app,
         http="h11",

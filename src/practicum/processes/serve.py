@@ -1,6 +1,6 @@
-"""The child's side of `host`: load objects, then call their methods as the parent asks.
+"""The child's side of `host`: load objects, then call their methods for the parent.
 
-Nothing here imports torch before the parent's setup arrives: torch reads its threads when it is imported.
+torch is imported only after the parent's setup arrives, because it reads its thread settings on import.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, NoReturn
 from practicum.errors import EngineError, PracticumError
 
 HELLO = 0
-"""Number of the first reply, which has no call: the objects are loaded, or the error."""
+"""Number of the first reply, which reports that the objects are loaded or failed to load."""
 ALIVE, CANCEL, STOP = "alive", "cancel", "stop"
 _ORPHAN_S = 5.0
-"""How long a process without a parent may take to end by itself."""
+"""Deadline in seconds for a process without a parent to end by itself."""
 
 Loader = Callable[[], Sequence[Any]]
-"""Makes the objects that are served: a function of a module, or a `functools.partial` of one."""
+"""Creates the served objects. A module's function, or a `functools.partial` of one."""
 
 
 class Call(NamedTuple):
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Copies the elements of tensors: a plain pickle of a view brings all of the memory behind it."""
+    """Copies the elements of tensors. Pickling a view would send its whole storage."""
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -65,19 +65,19 @@ def _bfloat16(bits: Any) -> Any:
 
 
 def send(pipe: Connection, message: Any) -> None:
-    """Write one message that shares nothing with the other side; tensors arrive on the CPU."""
+    """Write a message without shared memory. Tensors arrive on the CPU."""
     written = io.BytesIO()
     _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(message)
     pipe.send_bytes(written.getbuffer())
 
 
 def receive(pipe: Connection) -> Any:
-    """Read one message; EOFError or OSError when the other side is gone."""
+    """Read a message. Raise EOFError or OSError if the other side has ended."""
     return pickle.loads(pipe.recv_bytes())
 
 
 def main(file: int) -> NoReturn:
-    """Run the process from its start to its end; `file` is its end of the pipe."""
+    """Run the process. `file` is its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     pipe, loop = Connection(file), asyncio.new_event_loop()
     try:
@@ -100,20 +100,20 @@ def _load(load: Loader, threads: int) -> Sequence[Any]:
     from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
-    disable_progress_bar()  # bars of several processes would draw over each other
+    disable_progress_bar()  # bars of several processes would overwrite each other
     return load()
 
 
 def _leave(code: int) -> NoReturn:
-    """End now: a regular exit would spend seconds on torch's clean-up."""
+    """Exit immediately. A regular exit spends seconds on torch's clean-up."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 class _Server:
-    """Answers calls concurrently. Calls of one message begin together; replies of one turn of the event loop
-    are sent together."""
+    """Handles calls concurrently. Calls of one message start together, and replies of one iteration of the
+    event loop are sent together."""
 
     def __init__(self, pipe: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._pipe, self._loop = pipe, loop
@@ -123,7 +123,7 @@ class _Server:
         self._ended = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the parent says stop or is gone."""
+        """Serve until the parent sends stop or ends."""
         await self._ended.wait()
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -131,7 +131,7 @@ class _Server:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def read(self) -> None:
-        """Read calls; a process whose parent is gone ends, even while it loads."""
+        """Read calls. End the process if the parent has ended, even while loading."""
         while True:
             try:
                 calls = receive(self._pipe)
@@ -167,7 +167,7 @@ class _Server:
         method = getattr(self.targets[call.target], call.method)
         if inspect.iscoroutinefunction(method):
             return await method(*call.args)
-        # A plain method may wait for a step of an engine, which other calls must not wait for.
+        # A sync method may wait for an engine step, and must not block other calls.
         return await asyncio.to_thread(method, *call.args)
 
     def _send(self) -> None:
@@ -179,11 +179,11 @@ class _Server:
 def _sent(pipe: Connection, replies: list[Reply]) -> bool:
     try:
         send(pipe, replies)
-    except OSError:  # the parent is gone
+    except OSError:  # the parent has ended
         return False
     return True
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that can be pickled: ours as it is, another one by its message."""
+    """Return an error that can be pickled: PracticumErrors unchanged, others by message."""
     return error if isinstance(error, PracticumError) else EngineError(f"{type(error).__name__}: {error}")

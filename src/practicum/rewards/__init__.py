@@ -1,1 +1,1 @@
-"""Reward functions and reward models: a classifier or a prompted judge, placed like a teacher."""
+"""Reward functions and reward models (classifiers and prompted judges)."""

@@ -1,4 +1,4 @@
-"""Reward models wherever they are: what they are shown, what they offer, and how a judge's reply is read."""
+"""The interface of reward models in any placement, and the parsing of a judge's reply."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from practicum.user_code import FLOAT32_MAX, encodable, shorten
 
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _SCALE = 0.1
-"""Factor of the number that a judge replies: it rates from 0 to 10."""
+"""Scale of a judge's rating from 0 to 10."""
 
 
 class CannotScore(TeacherError):
-    """This response has no score. The message follows the model's name; other responses may have scores."""
+    """A response that can't be scored. The message follows the model's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeInput:
-    """A finished response to judge, as text: another model can't read the student's tokens."""
+    """A finished response as text, because another model has other tokens."""
 
     name: str
-    """For errors, such as "prompt 3/session 1/trajectory 0"."""
+    """Name for errors, such as "prompt 3/session 1/trajectory 0"."""
     prompt: str
     response: str
     answer: str | None
-    """The right answer, if the row has one."""
+    """The expected answer, if the row has one."""
     messages: tuple[dict[str, str], ...] | None = None
     """The conversation with the response as its last message, if the prompt is a chat."""
 
 
 class Judge(Protocol):
-    """A reward model. Its work is coroutines of the process's one event loop."""
+    """A reward model. Its coroutines run on the process's event loop."""
 
     sleeper: Sleeper | None = None
-    """The model that must be awake while it works, if it may sleep."""
+    """The model that must be awake, if it may sleep."""
 
     async def judge(self, case: JudgeInput) -> float:
-        """Return the model's score; CannotScore if this case has none."""
+        """Return the model's score. Raise CannotScore if it has none."""
         ...
 
     def ready(self) -> None:
-        """Wait until it can work."""
+        """Wait until it is ready."""
 
     def abort(self, why: str) -> None:
-        """End its process after a missed deadline, if it has one."""
+        """Kill its process, if any, after a missed deadline."""
 
     def close(self) -> None:
-        """Release what it holds; open cases fail."""
+        """Release all resources. Open cases fail."""
 
 
 def question(model: RewardModel, case: JudgeInput) -> str:
-    """Return the text that a judge is asked to continue."""
+    """Return the prompt of a judge."""
     if case.answer is None and "answer" in fields_of(model.prompt):
         raise CannotScore("has a prompt with {answer}, and this row has none")
     known = {"prompt": case.prompt, "response": case.response, "answer": case.answer or ""}
@@ -73,14 +73,14 @@ def read_score(reply: str) -> float:
 
 
 def require_finite(score: float) -> float:
-    """Return the score, if one can train on it: rewards are float32."""
+    """Return the score if it is a finite float32."""
     if not math.isfinite(score) or abs(score) > FLOAT32_MAX:
-        raise CannotScore(f"gave the score {score}, expected a finite number")
+        raise CannotScore(f"returned the score {score}, expected a finite number")
     return score
 
 
 def check_label(path: str, label: int, count: int) -> None:
-    """Refuse a classifier without such an output."""
+    """Raise if the classifier has no such output."""
     if label >= count:
         expected = "0, its only output" if count == 1 else f"0 to {count - 1}: it has {count} outputs"
         raise RecipeError(f"{path}.label", f"{label}", expected)

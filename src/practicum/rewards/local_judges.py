@@ -39,7 +39,7 @@ from practicum.rewards.judge import (
 )
 
 SLOTS = 16
-"""Questions that a judge answers concurrently."""
+"""Maximum concurrent requests of a judge."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,9 +50,9 @@ class _Job(Job):
 
 
 def encode_case(case: JudgeInput, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Encode prompt and response by the classifier's chat template, if it has one and they are a chat.
+    """Encode prompt and response, for chats with the classifier's chat template if it has one.
 
-    A text without a template gets the tokenizer's own special tokens.
+    Text without a template gets the tokenizer's special tokens.
     """
     if case.messages is not None and tokenizer.chat_template:
         ids: Any = tokenizer.apply_chat_template(list(case.messages), tokenize=True, return_dict=False)
@@ -62,10 +62,10 @@ def encode_case(case: JudgeInput, tokenizer: PreTrainedTokenizerBase) -> list[in
 
 
 class Classifier(Judge, Sleeper):
-    """A classifier. Rows that arrive together go in batches of up to `batch_tokens` tokens.
+    """A classifier that batches concurrent rows up to `batch_tokens` tokens.
 
-    A row's score is the same, bit for bit, in any batch (`cpu/batch_invariance.py`): which rows arrive
-    together is a matter of timing. Where a probe finds that it is not, rows go one by one. Awake at first.
+    A row's score is bit-identical in any batch (`cpu/batch_invariance.py`), because timing determines which
+    rows arrive together. If a probe finds a difference, rows are scored one by one. It starts awake.
     """
 
     def __init__(self, spec: RewardModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -80,7 +80,7 @@ class Classifier(Judge, Sleeper):
         self._offloaded: OffloadedWeights | None = None
         self._awake = True
         self._thread = EngineThread(self._step, self._waiting.clear, "classifier")
-        # Without a padding token, the model can't tell where a row of a batch ends.
+        # Without a padding token, the model can't find the end of a row in a batch.
         self._is_batched = self._pad is not None and self._is_invariant()
 
     @property
@@ -106,7 +106,7 @@ class Classifier(Judge, Sleeper):
 
     @torch.no_grad()
     def _step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
-        """Judge one batch. Return outcomes, and True if work is left."""
+        """Score one batch. Return outcomes, and True if work remains."""
         if not self._awake:
             raise EngineError("the classifier sleeps: call wake() first")
         self._waiting += [job for job in arrived if isinstance(job, _Job)]
@@ -117,7 +117,7 @@ class Classifier(Judge, Sleeper):
         return list(zip(jobs, scores, strict=True)), bool(self._waiting)
 
     def _next_batch(self) -> list[_Job]:
-        """Return the shortest rows that wait and are padded to the same width, up to the token limit."""
+        """Return the shortest waiting rows with one padded width, up to the token limit."""
         if not self._is_batched or not self._waiting:
             return self._waiting[:1]
 
@@ -139,7 +139,7 @@ class Classifier(Judge, Sleeper):
         return True
 
     def _width(self, ids: Sequence[int]) -> int:
-        """Return the width that a row is padded to, by its own length alone."""
+        """Return the padded width of a row, which depends only on its length."""
         width = padded_keys(len(ids) + 1)
         return width if self._context is None else min(width, self._context)
 
@@ -182,9 +182,9 @@ class Classifier(Judge, Sleeper):
 
 
 class PromptedJudge(Judge):
-    """A causal language model, asked greedily through its own torch engine.
+    """A causal language model that replies greedily, on a separate torch engine.
 
-    Question and reply have room for `context` tokens. It is awake at first.
+    Prompt and reply fit into `context` tokens. It starts awake.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class PromptedJudge(Judge):
 
 
 def load_judge(name: str, spec: RewardModel, room: int) -> Classifier | PromptedJudge:
-    """Load the model on its device, with memory for texts of `room` tokens beside a judge's own prompt."""
+    """Load the model on its device, with memory for texts of `room` tokens plus a judge's prompt."""
     path = f"reward.models.{name}"
     tokenizer = load_tokenizer(spec.model, path)
     if spec.kind == "judge":
@@ -225,16 +225,16 @@ def load_judge(name: str, spec: RewardModel, room: int) -> Classifier | Prompted
         model, info = AutoModelForSequenceClassification.from_pretrained(
             spec.model, dtype=getattr(torch, spec.dtype), output_loading_info=True
         )
-    if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
+    if missing := sorted(info["missing_keys"]):  # transformers initialises them randomly
         found = f"{spec.model} without the weights {', '.join(missing[:3])}"
-        advice = "a language model has no such output: use a reward model, or ask it with kind: judge"
+        advice = "a language model has no such output: use a reward model, or set kind: judge"
         raise RecipeError(f"{path}.model", found, "a trained sequence-classification model", advice)
     check_label(path, spec.label, model.config.num_labels or 0)
     return Classifier(spec, model.to(pick_device(spec.device, f"{path}.device")).eval(), tokenizer)
 
 
 def load_tokenizer(source: str, path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the reward model's own folder; `path` is the model's key in the recipe."""
+    """Load the tokenizer from the reward model's folder. `path` is the model's recipe key."""
     require_model_folder(source, f"{path}.model")
     with must_read(source, f"{path}.model", "a model with its tokenizer"):
         return read_tokenizer(source)

@@ -1,6 +1,6 @@
 """A reward model behind a URL: a judge by `/v1/completions`, a classifier by vLLM's `/classify`.
 
-A classifier's score is the output for its label before any softmax or sigmoid, as in the other places.
+A classifier's score is the output for its label before any softmax or sigmoid, as in other placements.
 Servers that do not know `use_activation` return probabilities instead; `probe` reports which.
 """
 
@@ -22,11 +22,11 @@ from practicum.rewards.judge import (
 )
 
 _ABOUT_THE_CASE = (400, 413, 422)
-"""Statuses of a server that refuses this request only, such as a text beyond its context."""
+"""Statuses that reject a single request, such as a text that exceeds the context."""
 
 
 class RemoteJudge(Client, Judge):
-    """A reward model on a server; at most `concurrency` requests are open concurrently."""
+    """A reward model on a server, with at most `concurrency` concurrent requests."""
 
     def __init__(self, name: str, spec: RewardModel) -> None:
         super().__init__(f"reward model {name}", f"reward.models.{name}", spec)
@@ -34,7 +34,7 @@ class RemoteJudge(Client, Judge):
         if spec.kind == "classifier":
             server = "a server of a classification model with /v1/models and /classify"
             self.expected = f"{server}, such as vllm serve"
-            self.advice = "a language model is asked with kind: judge"
+            self.advice = "for a language model, set kind: judge"
 
     async def judge(self, case: JudgeInput) -> float:
         try:
@@ -53,9 +53,9 @@ class RemoteJudge(Client, Judge):
         return require_finite(outputs[self.spec.label])
 
     async def probe(self, *, chat: bool) -> str:
-        """Ask for the server's models and about one response. RecipeError if it can't answer.
+        """List the server's models and score one response. Raise RecipeError on failure.
 
-        `chat`: cases will be conversations.
+        `chat` means that cases are conversations.
         """
         await self.check_model()
         messages = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
@@ -63,16 +63,16 @@ class RemoteJudge(Client, Judge):
         if self.spec.kind == "judge":
             with self.recipe_errors("a question"):
                 await self._reply(case)
-            return "answers questions"
+            return "replies to prompts"
         with self.recipe_errors("to classify"):
             plain = await self._outputs(case, activation=False)
             check_label(self.path, self.spec.label, len(plain))
             active = await self._outputs(case, activation=True)
-        kind = "which its model has without softmax or sigmoid"
+        kind = "without softmax or sigmoid"
         if plain != active:
-            kind = "as the model has them"
+            kind = "unchanged by activations"
         elif min(plain) >= 0 and max(plain) <= 1:
-            kind = "which look like probabilities: it does not know use_activation"
+            kind = "which look like probabilities: it does not support use_activation"
         return f"returns {len(plain)} outputs, {kind}"
 
     async def _reply(self, case: JudgeInput) -> str:
@@ -82,7 +82,7 @@ class RemoteJudge(Client, Judge):
         try:
             text = response["choices"][0]["text"]
         except (KeyError, IndexError, TypeError) as error:
-            raise Unusable("its response has no choices as those of /v1/completions") from error
+            raise Unusable("its response has no choices like /v1/completions") from error
         if not isinstance(text, str):
             raise Unusable(f"its reply is a {type(text).__name__}, expected text")
         return text
@@ -94,10 +94,10 @@ class RemoteJudge(Client, Judge):
             body |= {"messages": list(case.messages), "add_generation_prompt": False}
         else:
             body["input"] = case.prompt + case.response
-        # vLLM has /classify beside /v1, not below it.
+        # In vLLM, /classify is next to /v1, not below it.
         base = self.url.removesuffix("/v1")
         response = await self.ask("POST", "/classify", body, case.name, base=base)
         try:
             return [float(x) for x in response["data"][0]["probs"]]
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise Unusable("its response has no data[0].probs as those of /classify") from error
+            raise Unusable("its response has no data[0].probs like /classify") from error

@@ -1,4 +1,4 @@
-"""The built-in reward functions by name; `recipe/reward_traits.py` lists them."""
+"""The built-in reward functions, which `recipe/reward_traits.py` lists."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from practicum.tasks.prompts import answer_text
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """What a reward function is given: one finished session and all that is known of its prompt.
+    """Argument of a reward function: a finished session and its prompt.
 
-    `response_text` is the student's last turn; `turns` are all of them, over all trajectories.
+    `response_text` is the student's last turn. `turns` has all turns of all trajectories.
     """
 
     prompt_text: str
@@ -34,20 +34,20 @@ class RewardSample:
 
 
 def exact(sample: RewardSample) -> float:
-    """1.0 if the response is the answer, blanks around them aside."""
+    """Return 1.0 if the response equals the answer, ignoring surrounding whitespace."""
     return float(sample.response_text.strip() == answer_text(sample.answer).strip())
 
 
 def contains(sample: RewardSample) -> float:
-    """1.0 if the answer occurs in the response."""
+    """Return 1.0 if the response contains the answer."""
     return float(answer_text(sample.answer).strip() in sample.response_text)
 
 
 def math_verify(sample: RewardSample) -> float:
-    """Return 1.0 if response and answer are equal as mathematics (GSM8K form: the part after ####)."""
+    """Return 1.0 if response and answer are mathematically equal (GSM8K format: the part after ####)."""
     from math_verify import parse, verify
 
-    # It warns that its timeout is off: that is a signal, which fails in threads; our calls have deadlines.
+    # Silences the warning about its disabled timeout, which uses signals and fails in threads.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def read(text: str) -> list[Any]:
@@ -62,7 +62,7 @@ def math_verify(sample: RewardSample) -> float:
 
 
 def reasoning_gym(sample: RewardSample) -> float:
-    """Return the score of the response, or of its <answer>…</answer> part, by the row's own dataset."""
+    """Return the score of the response, or of its <answer>…</answer> part, from the row's dataset."""
     from reasoning_gym.utils import extract_answer
 
     name, entry = find_entry(sample.row)
@@ -78,7 +78,7 @@ def _gym_scorer(name: str) -> Callable[..., float]:
 
 
 def find_entry(row: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The dataset's name and the entry that a row of reasoning-gym holds, or a DataError.
+    """Return the dataset's name and the entry in a reasoning-gym row. Raise DataError without them.
 
     Either the row is an entry as the package makes it (answer, metadata with source_dataset), or
     its columns `dataset` and `entry` hold them. Metadata and entry may be JSON text.

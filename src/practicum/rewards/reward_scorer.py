@@ -1,4 +1,4 @@
-"""Reward models where the recipe places them: in this process, in separate ones, or on a server.
+"""Reward models in each placement: this process, separate processes, or a server.
 
 A new placement is a function in `PLACEMENTS`, and its recipe section.
 """
@@ -28,9 +28,9 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 class RewardScorer:
-    """A reward model: identical judges, and the deadline of a case (None if the judges have their own).
+    """A reward model: identical judges, and the deadline of a case (None if the judges have deadlines).
 
-    `key` is its key in the recipe, which no teacher can have: the cache of sleeping models knows it by that.
+    `key` is its recipe key, which identifies it among the sleeping models.
     """
 
     def __init__(self, name: str, judges: Sequence[Judge], *, deadline_s: float | None) -> None:
@@ -39,11 +39,11 @@ class RewardScorer:
         self._deadline_s, self._dispatcher = deadline_s, Dispatcher(self.judges)
 
     async def judge(self, case: JudgeInput) -> float | CannotScore:
-        """Return the model's score of a response, or why it has none; a model that sleeps must be awake."""
+        """Return the model's score of a response, or the reason for none. A sleeping model must be awake."""
         try:
             return await self._dispatcher.run(
                 lambda judge: judge.judge(case),
-                # Characters stand for tokens: the busiest judge does not depend on the tokenizer.
+                # Load is measured in characters, independent of the tokenizer.
                 load=len(case.prompt) + len(case.response),
                 deadline_s=self._deadline_s,
                 abort=lambda judge, why: judge.abort(why),
@@ -92,23 +92,23 @@ PLACEMENTS: dict[str, Callable[[str, RewardModel, int], list[Judge]]] = {
 
 
 def place_model(name: str, spec: RewardModel, room: int) -> RewardScorer:
-    """Return a reward model where its section places it; one on a server has its own deadlines."""
+    """Start a reward model at its placement."""
     deadline_s = None if spec.url is not None else spec.deadline_s
     return RewardScorer(name, PLACEMENTS[spec.placement_name](name, spec, room), deadline_s=deadline_s)
 
 
 def judge_room(rollout: Rollout) -> int:
-    """Return the tokens that a reward model must take: another tokenizer may need more than the student's."""
+    """Return the context that a reward model needs. Its tokenizer may use more tokens than the student's."""
     return 2 * rollout.context_for(None)
 
 
 def load_reward_models(
     specs: Mapping[str, RewardModel], room: int, elsewhere: Mapping[str, RewardScorer] | None = None
 ) -> dict[str, RewardScorer]:
-    """Return all reward models, ready; if one can't be loaded, the others are closed.
+    """Load all reward models. If one fails, close the others.
 
-    `room` is the tokens of the longest prompt and response, in the model's own tokenizer. Servers are taken
-    as probed (`probe_reward_servers`), and those `elsewhere` as they are.
+    `room` is the length of the longest prompt and response in the model's tokens. Call `probe_reward_servers`
+    before. Models `elsewhere` are used as they are.
     """
     scorers: dict[str, RewardScorer] = dict(elsewhere or {})
     with ExitStack() as undo:
@@ -124,12 +124,12 @@ def load_reward_models(
 
 
 def sleeping_models(scorers: Mapping[str, RewardScorer]) -> dict[str, Sleeper]:
-    """Return the models that are woken when they are needed, for the cache that wakes them."""
+    """Return the models that may sleep, for the cache that wakes them."""
     return {scorer.key: scorer.sleeper for scorer in scorers.values() if scorer.sleeper is not None}
 
 
 def probe_reward_servers(specs: Mapping[str, RewardModel], *, chat: bool) -> list[str]:
-    """Check that reward models behind URLs can judge; `chat`: some prompts are conversations."""
+    """Check that reward models behind URLs can score. `chat` means that some prompts are conversations."""
     findings = []
     for name, spec in specs.items():
         if spec.url is not None:
@@ -143,9 +143,9 @@ def probe_reward_servers(specs: Mapping[str, RewardModel], *, chat: bool) -> lis
 def check_reward_models(
     specs: Mapping[str, RewardModel], student: PreTrainedTokenizerBase, longest: int
 ) -> list[str]:
-    """Describe each reward model that is loaded here, without its weights. Mistakes are one RecipeErrors.
+    """Describe each local reward model without loading weights. Raise RecipeErrors with all mistakes.
 
-    `longest` is the longest prompt and answer together, in the student's tokens.
+    `longest` is the length of the longest prompt plus response in the student's tokens.
     """
     findings, problems = [], []
     for name, spec in specs.items():
@@ -170,21 +170,21 @@ def _check(path: str, spec: RewardModel, student: PreTrainedTokenizerBase, longe
         expected, advice = "a causal language model", "set kind: classifier"
         if spec.kind == "classifier":
             expected = f"a model with an architecture …{_CLASSIFIER}"
-            advice = "a language model is asked with kind: judge"
+            advice = "for a language model, set kind: judge"
         raise RecipeError(f"{path}.model", f"{spec.model}, a {named}", expected, advice)
     if is_classifier:
         check_label(path, spec.label, config.num_labels or 0)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokenizer = load_tokenizer(spec.model, path)
-    needed, parts = longest, f"prompt and answer of {longest} tokens"
+    needed, parts = longest, f"prompt and response of {longest} tokens"
     if not is_classifier:
         template = len(tokenizer.encode(fill(spec.prompt, {"prompt": "", "response": "", "answer": ""})))
         needed += template + spec.max_new_tokens
-        parts += f" + {template} of the question + {spec.max_new_tokens} of the reply"
-    # Lengths are known only if the model reads texts as the student does.
+        parts += f" + {template} of the judge's prompt + {spec.max_new_tokens} of the reply"
+    # Lengths are only known if the model has the student's tokenizer.
     if context is not None and needed > context and tokenizer.get_vocab() == student.get_vocab():
-        advice = "use a model with a longer context, or shorten prompts, answers or the question"
+        advice = "use a model with a longer context, or shorten prompts, responses or the judge's prompt"
         raise RecipeError(f"{path}.model", f"{parts} = {needed}", f"at most its context of {context}", advice)
     return f"{named}, " + (
-        f"output {spec.label} of {config.num_labels}" if is_classifier else "asked for a number"
+        f"output {spec.label} of {config.num_labels}" if is_classifier else "replies with a number"
     )

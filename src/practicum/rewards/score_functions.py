@@ -1,4 +1,4 @@
-"""Score responses by reward functions: a sample gets a reward, or the name of the function that failed."""
+"""Score responses with reward functions. Each sample gets a reward, or the failure of a function."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _ASYNC_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """The weighted sum and each function's value; or no reward and why (reward.on_error: skip)."""
+    """The weighted sum and each function's value, or the reason for no reward (reward.on_error: skip)."""
 
     reward: float | None
     parts: dict[str, float]
     failure: str | None = None
     trace: str | None = None
-    """The traceback of a function that raised."""
+    """Traceback of a function that raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A reward function ready to be called, under the name it has in metrics.
+    """A reward function with its name in metrics.
 
-    A sync function is called by one thread at a time, also where sessions are scored one by one.
+    A sync function is called by one thread at a time.
     """
 
     name: str
@@ -47,10 +47,10 @@ class _Function:
 
 
 class RewardFunctions:
-    """Scores responses by the recipe's rewards; functions that can't be loaded are RecipeErrors.
+    """Scores responses with the recipe's rewards. Raises RecipeError for functions that can't be loaded.
 
-    Sync functions of users run one call at a time in a thread, async ones concurrently, batch ones
-    once for all samples. A call that takes longer than its timeout is abandoned.
+    Custom sync functions run one call at a time in a thread, async ones concurrently, and batch ones once for
+    all samples. A call that exceeds its timeout is abandoned.
     """
 
     def __init__(self, tasks: Mapping[str, Task], reward: Reward) -> None:
@@ -70,27 +70,28 @@ class RewardFunctions:
     def streams(self, task: str) -> bool:
         """Return True if sessions of a task are scored one by one, as they finish.
 
-        Not if a function takes a batch, nor if all are so quick that scoring them together costs less.
+        False if a function takes a batch, or if all are so fast that scoring together is cheaper.
         """
         return self.divides(task) and not all(is_instant(f.spec.use) for f in self._functions[task])
 
     def divides(self, task: str) -> bool:
-        """Return True if samples of a task may be scored separately: no function takes a batch."""
+        """Return True if no function of this task takes a batch, so that samples may be scored separately."""
         return not any(function.spec.batch for function in self._functions[task])
 
     def check(self, sample: RewardSample) -> float:
-        """Return the score of the task's own checker; of a file task, equality with its answer."""
+        """Return the score of the task's checker, which for a file task is equality with the answer."""
         kind = self._kinds[sample.task]
         if kind is None:
             return exact(sample)
         return find_kind(kind, sample.task).check(sample.response_text, sample.answer, sample.row)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return one result per sample, in order. RewardError if one fails and reward.on_error is stop."""
+        """Return a result per sample, in order. Raise RewardError if one fails and reward.on_error is
+        stop."""
         parts: list[dict[str, float]] = [{} for _ in samples]
         totals = [0.0] * len(samples)
         failures: list[CallResult | None] = [None] * len(samples)
-        groups: dict[int, tuple[_Function, list[int]]] = {}  # tasks without own rewards share functions
+        groups: dict[int, tuple[_Function, list[int]]] = {}  # tasks without rewards share functions
         for i, sample in enumerate(samples):
             for function in self._functions[sample.task]:
                 groups.setdefault(id(function), (function, []))[1].append(i)
@@ -119,7 +120,7 @@ class RewardFunctions:
         for n, spec in enumerate(specs):
             try:
                 if spec.batch and spec.use in REWARDS:
-                    hint = f"leave it out: {spec.use} takes one sample at a time."
+                    hint = f"remove it: {spec.use} takes one sample at a time."
                     raise RecipeError(f"{path}[{n}].batch", "true", "false for a built-in reward", hint)
                 call = self.check if spec.use == "checker" else load_function(spec, f"{path}[{n}]")
             except RecipeError as problem:
@@ -132,14 +133,14 @@ class RewardFunctions:
         return functions
 
     async def _call(self, function: _Function, samples: list[RewardSample]) -> list[CallResult]:
-        """Return checked outcomes, one per sample. Raise the first failure if the recipe says stop."""
+        """Return checked outcomes, one per sample. Raise the first failure if reward.on_error is stop."""
         spec = function.spec
         if is_instant(spec.use):
             outcomes = []
             for sample in samples:
                 try:
                     outcomes.append(CallResult(function.call(sample)))
-                except BaseException as error:  # the checker of a user's own kind may raise anything
+                except BaseException as error:  # the checker of a custom task may raise anything
                     outcomes.append(raised(error))
         elif spec.batch:
             name = f"reward {spec.use} of {len(samples)} samples"
@@ -162,7 +163,7 @@ class RewardFunctions:
 
 
 def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
-    """Return the function that `use` names (not checker); a RecipeError at `path`.use if there is none."""
+    """Load the function that `use` names (not checker). Raise RecipeError at `path`.use if it is missing."""
     if spec.use not in REWARDS:
         function = find_function("reward", spec.use, REWARDS, f"{path}.use")
         _check_signature(function, spec, f"{path}.use")
@@ -174,7 +175,7 @@ def load_function(spec: RewardFunction, path: str) -> Callable[[Any], Any]:
 
 
 def _check_signature(function: Callable[..., Any], spec: RewardFunction, path: str) -> None:
-    """Raise a RecipeError unless the function takes one argument. For TRL's signature show a wrapper."""
+    """Raise RecipeError unless the function takes one argument. For TRL's signature, show a wrapper."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have no signature
@@ -202,7 +203,7 @@ def _check_signature(function: Callable[..., Any], spec: RewardFunction, path: s
 
 
 def _unpack(outcome: CallResult, count: int) -> list[CallResult]:
-    """Return a batch function's values, one per sample; its failure is the failure of all of them."""
+    """Return a batch function's values, one per sample. Its failure is the failure of all samples."""
     if outcome.failure is None:
         values = outcome.value.tolist() if hasattr(outcome.value, "tolist") else outcome.value
         if isinstance(values, list | tuple) and len(values) == count:
@@ -214,18 +215,18 @@ def _unpack(outcome: CallResult, count: int) -> list[CallResult]:
 
 
 def _checked(outcome: CallResult, weight: float) -> CallResult:
-    """Return the outcome with its value as a float, or a failure if one can't train on it."""
+    """Return the outcome with its value as a float, or a failure if it is not finite."""
     if outcome.failure is not None:
         return outcome
     number = finite_number(outcome.value)
     if number is not None and abs(weight * number) <= FLOAT32_MAX:
         return CallResult(number)
-    hint = " (with batch: true, a function gets a list)" if isinstance(outcome.value, list) else ""
+    hint = " (with batch: true, a function takes a list)" if isinstance(outcome.value, list) else ""
     return CallResult(failure=f"returned {short_repr(outcome.value)}, expected a finite number{hint}")
 
 
 def _error(function: _Function, outcome: CallResult, sample: RewardSample) -> RewardError:
-    """Return the error of a failure that stops the run: where it was raised, and on which sample."""
+    """Return the error of a failure that stops the run, with its location and sample."""
     lines = [f"reward {function.spec.use} {outcome.failure}"]
     if outcome.error is not None and (where := frames(outcome.error)):
         lines.append(where)
@@ -234,7 +235,7 @@ def _error(function: _Function, outcome: CallResult, sample: RewardSample) -> Re
         f"  prompt:   {shorten(sample.prompt_text)!r}",
         f"  response: {shorten(sample.response_text)!r}",
         f"  answer:   {short_repr(sample.answer)}",
-        "  → fix the function, or set reward.on_error: skip to leave such samples out.",
+        "  → fix the function, or set reward.on_error: skip to exclude such samples.",
     ]
     error = RewardError("\n".join(lines))
     error.details = "" if outcome.error is None else trace(outcome.error)

@@ -1,4 +1,4 @@
 """Prompts: dataset files, built-in tasks, the prompt stream.
 
-Imports no torch: a tokenizer comes in as an argument.
+Imports no torch. The tokenizer is an argument.
 """

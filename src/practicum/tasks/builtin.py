@@ -158,16 +158,16 @@ TOTAL = Procedural(
     {
         "numbers": Option((2, 4), 2, 12, "Numbers to add."),
         "digits": Option((2, 3), 1, 12, "Digits of each number."),
-        "direct": Option(0, 0, 100, "Percent of demonstrations that answer at once, without the tool."),
+        "direct": Option(0, 0, 100, "Percent of SFT examples that answer directly, without the tool."),
     },
     _make_total,
     demonstrate=_demonstrate_total,
 )
 
 
-_SIZE = Option((16, 16), 12, 64, "Pixels of a picture's sides; each is drawn on its own.")
-_PICTURES = Option((1, 1), 1, 4, "Pictures of a prompt; of several, one is asked for by its number.")
-_TEXT_ONLY = Option(0, 0, 100, "Percent of prompts that say in words what a picture would show.")
+_SIZE = Option((16, 16), 12, 64, "Pixels of an image's sides. Each side is drawn separately.")
+_PICTURES = Option((1, 1), 1, 4, "Images per prompt. With several, the question names one by number.")
+_TEXT_ONLY = Option(0, 0, 100, "Percent of prompts that describe the image as text.")
 
 
 def _draw_size(draws: Draws, settings: Settings) -> tuple[int, int]:
@@ -176,7 +176,7 @@ def _draw_size(draws: Draws, settings: Settings) -> tuple[int, int]:
 
 
 def _ask(draws: Draws, name: str, pictures: Sequence[Picture], answers: Sequence[str]) -> Example:
-    """Return the prompt that asks for one of the pictures, and its answer."""
+    """Return the prompt that asks for one of the images, and its answer."""
     if len(pictures) == 1:
         return Example(f"{name}=", answers[0], tuple(pictures))
     wanted = draws.below(len(pictures))
@@ -209,7 +209,7 @@ def _colour_picture(draws: Draws, settings: Settings, colours: list[str]) -> Pic
 
 COLOUR = Procedural(
     "colour",
-    "Name the colour of the shape in a picture; needs a vision model.",
+    "Name the colour of the shape in an image; needs a vision model.",
     {
         "colours": Option(4, 2, len(COLOURS), f"How many colours, of {', '.join(COLOURS)}."),
         "size": _SIZE,
@@ -221,7 +221,7 @@ COLOUR = Procedural(
 )
 
 
-_CELL, _DOT = 4, 3  # pixels: a dot keeps to a cell of its own, so that dots do not touch
+_CELL, _DOT = 4, 3  # pixels: each dot is in a separate cell, so that dots do not touch
 _MOST_DOTS = 9
 
 
@@ -255,9 +255,9 @@ def _dots_picture(draws: Draws, settings: Settings) -> Picture:
 
 DOTS = Procedural(
     "dots",
-    "Count the dots in a picture; needs a vision model.",
+    "Count the dots in an image; needs a vision model.",
     {
-        "dots": Option((1, 6), 1, _MOST_DOTS, "Dots in a picture."),
+        "dots": Option((1, 6), 1, _MOST_DOTS, "Dots in an image."),
         "size": _SIZE,
         "pictures": _PICTURES,
         "text_only": _TEXT_ONLY,
@@ -271,17 +271,17 @@ TASKS: dict[str, Procedural] = {
     kind.name: kind
     for kind in (COPY, REVERSE, ROTATE, COMPARE, COUNT, SORT, ADD, COUNTDOWN, TOTAL, COLOUR, DOTS)
 }
-"""By name, roughly from easy to hard, then the one for tools and those on images."""
+"""Kinds by name, roughly from easy to hard, then those for tools and images."""
 
 
 def find_kind(name: str, task: str = "<name>") -> Procedural:
-    """Return the kind of this name, built in or the user's own. RecipeError at the task for another name."""
+    """Return the built-in or custom kind of this name. Raise RecipeError at the task for an unknown name."""
     kind = find_part("task_kind", name, TASKS, path=f"tasks.{task}.kind", of=Procedural)
     return kind if name in TASKS else _guarded(kind, f"tasks.{task}.kind: {name}")
 
 
 def _guarded(kind: Procedural, what: str) -> Procedural:
-    """Return a user's kind whose functions report where they raised, and which makes only examples."""
+    """Wrap a custom kind: its functions report where they raised, and its examples are checked."""
 
     def make(draws: Draws, settings: Settings) -> Example:
         example = guarded(kind.make, what)(draws, settings)
@@ -304,7 +304,7 @@ def bind(task: str, kind: str, options: Mapping[str, Any]) -> BuiltinTask:
 
 
 class TaskDescription(NamedTuple):
-    """A kind as `practicum tasks` shows it; `options` maps names to a default and a sentence."""
+    """A kind in `practicum tasks`. `options` maps names to default and description."""
 
     name: str
     about: str

@@ -1,4 +1,4 @@
-"""Chat messages: a role and a content, which is text or a list of parts: texts and pictures."""
+"""Chat messages: a role, and content that is text or a list of text and image parts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Message = dict[str, Any]
 """{"role": …, "content": …}; a part is {"type": "text", "text": …} or {"type": "image", "image": …}."""
 
 Content = str | list[Message]
-"""What a prompt says: plain text, or chat messages."""
+"""Content of a prompt: plain text, or chat messages."""
 
 PICTURE = "[picture]"
-"""How texts for people show a picture."""
+"""Placeholder of an image in text for people."""
 
 
 def user(text: str) -> Message:
@@ -29,7 +29,7 @@ def picture_message(pictures: Sequence[Any], text: str) -> Message:
 
 
 def image_parts(content: Content) -> Iterator[dict[str, Any]]:
-    """Yield the parts that are pictures, in the order in which they are read."""
+    """Yield the image parts in order."""
     if isinstance(content, str):
         return
     for message in content:
@@ -38,7 +38,7 @@ def image_parts(content: Content) -> Iterator[dict[str, Any]]:
 
 
 def message_text(message: Message) -> str:
-    """Return the text of a message, with each picture as [picture]."""
+    """Return the text of a message, with each image as [picture]."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -46,7 +46,7 @@ def message_text(message: Message) -> str:
 
 
 def prompt_text(content: Content) -> str:
-    """Return the prompt as people read it; messages one per line with their role."""
+    """Return the prompt as text for people, with one message per line and its role."""
     if isinstance(content, str):
         return content
     return "\n".join(f"{message['role']}: {message_text(message)}" for message in content)

@@ -1,4 +1,4 @@
-"""Pictures of prompts: drawn from a description, or read from a file when they are needed. No torch."""
+"""Images of prompts: drawn from a description, or read from a file on demand. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A small picture as a description: shapes, which do not overlap, on a grey ground.
+    """A description of a small image: shapes that do not overlap on a grey background.
 
-    Equal pictures are equal descriptions if the shapes are sorted.
+    With sorted shapes, equal images have equal descriptions.
     """
 
     width: int
@@ -48,7 +48,7 @@ class Picture:
     shapes: tuple[Shape, ...]
 
     def draw(self) -> Image:
-        image_module, draw_module = _pillow("drawing pictures")
+        image_module, draw_module = _pillow("drawing images")
         image = image_module.new("RGB", (self.width, self.height), (self.grey,) * 3)
         pen = draw_module.Draw(image)
         for left, top, size, form, colour in self.shapes:
@@ -58,24 +58,22 @@ class Picture:
 
 
 def open_picture(source: Picture | str) -> Image:
-    """Return the pixels of a picture, drawn or read from its path; a DataError says why it can't be read."""
+    """Draw an image or read it from its path. Raise DataError if it can't be read."""
     if isinstance(source, Picture):
         return source.draw()
-    image_module, _ = _pillow("reading pictures")
+    image_module, _ = _pillow("reading images")
     from PIL import ImageOps
 
     if not Path(source).is_file():
-        raise DataError(f"the picture {source} does not exist; paths are relative to the dataset's file")
+        raise DataError(f"the image {source} does not exist; paths are relative to the dataset's file")
     try:
         with image_module.open(source) as image:
-            # Cameras write how they were held beside the pixels instead of turning them.
+            # Cameras store the orientation as metadata instead of rotating the pixels.
             upright = ImageOps.exif_transpose(image)
             assert upright is not None
             return upright.convert("RGB")
     except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-        raise DataError(
-            f"the picture {source} can't be read: {error}; write it again as PNG or JPEG"
-        ) from error
+        raise DataError(f"the image {source} can't be read: {error}; save it again as PNG or JPEG") from error
 
 
 def _pillow(what: str) -> tuple[Any, Any]:

@@ -15,14 +15,14 @@ from practicum.tasks.pictures import Picture
 
 Split = Literal["train", "eval"]
 Span = tuple[int, int]
-_EVAL_SHARE = 8  # one prompt in eight belongs to the evaluation split
+_EVAL_SHARE = 8  # one in eight prompts is in the evaluation split
 _ATTEMPTS = 4096
 
 
 class Example(NamedTuple):
-    """A prompt, after its pictures if it has some, and its one right answer.
+    """A prompt with its images, and its only correct answer.
 
-    `direct`: a demonstrator answers immediately, though the task is one for tools.
+    With `direct`, the SFT example of a tool task answers without the tool.
     """
 
     prompt: str
@@ -32,7 +32,7 @@ class Example(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Equal for prompts that a model can't tell apart."""
+        """Key that is equal for prompts that look equal to a model."""
         return f"{self.prompt} {self.pictures!r}" if self.pictures else self.prompt
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A whole number, or a span [min, max] if the default is a pair, between `least` and `most`."""
+    """An integer between `least` and `most`, or a range [min, max] if the default is a pair."""
 
     default: int | Span
     least: int
@@ -49,20 +49,20 @@ class Option:
     about: str
 
     def read(self, path: str, value: Any) -> int | Span:
-        """Return the value as the task wants it; a RecipeError at `path` if it can't be that."""
+        """Parse a value. Raise RecipeError at `path` if it is invalid."""
         is_span = isinstance(self.default, tuple)
         ends = list(value) if is_span and isinstance(value, list | tuple) else [value]
         # bool is an int to isinstance, and `length: true` is a mistake
         are_whole = all(type(end) is int and self.least <= end <= self.most for end in ends)
         if len(ends) not in (1, 2) or not are_whole or ends[0] > ends[-1]:
-            shape = "[min, max] or one whole number" if is_span else "a whole number"
+            shape = "[min, max] or an integer" if is_span else "an integer"
             expected = f"{shape} between {self.least} and {self.most}"
             raise RecipeError(path, repr(value), expected, self.about)
         return (ends[0], ends[-1]) if is_span else ends[0]
 
 
 class Settings:
-    """The options of a task after validation: spans and whole numbers by name."""
+    """The validated options of a task: ranges and integers by name."""
 
     def __init__(self, values: Mapping[str, int | Span]) -> None:
         self.values = dict(values)
@@ -79,16 +79,16 @@ class Settings:
 
 
 def equals(response_text: str, answer: str, row: Mapping[str, Any]) -> float:
-    """Return 1.0 if the response is the answer, blanks around them aside."""
+    """Return 1.0 if the response equals the answer, ignoring surrounding whitespace."""
     return float(response_text.strip() == answer.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class Procedural:
-    """A kind of task: `make` draws an example, `check(response_text, answer, row)` scores.
+    """A kind of task: `make` draws an example, and `check(response_text, answer, row)` scores a response.
 
-    `demonstrate(example, messages)` is the next turn of a demonstration. The prompts of a kind
-    with `pictures` are chats, those without a picture too.
+    `demonstrate(example, messages)` is the next turn of an SFT example. The prompts of a kind
+    with `pictures` are chats, those without an image too.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Procedural:
         return [picture_message(example.pictures, example.prompt)] if self.pictures else example.prompt
 
     def settle(self, task: str, options: Mapping[str, Any]) -> tuple[Settings, list[RecipeError]]:
-        """Return the options with defaults filled in, and every mistake in them."""
+        """Return the options including defaults, and all mistakes."""
         values = {name: option.default for name, option in self.options.items()}
         problems = []
         for name, value in options.items():
@@ -122,13 +122,13 @@ class Procedural:
 
 
 def split_of(key: str) -> Split:
-    """Return the split of an example's key, whatever seed or recipe drew it: so splits share nothing."""
+    """Return the split of an example's key, independent of seed and recipe, so that splits never overlap."""
     return "train" if blake2b(key.encode(), digest_size=8).digest()[0] % _EVAL_SHARE else "eval"
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltinTask:
-    """A kind with its options, under the task's name; `use` is the recipe's name of the kind."""
+    """A kind with options and the task's name. `use` is the kind's name in the recipe."""
 
     name: str
     use: str
@@ -136,7 +136,7 @@ class BuiltinTask:
     settings: Settings
 
     def example(self, seed: int, split: Split, index: int) -> Example:
-        """Return the example number `index`, a pure function of the arguments."""
+        """Return example number `index`, a pure function of the arguments."""
         draws = Draws(seed, self.name, split, index)
         for _ in range(_ATTEMPTS):
             example = self.kind.make(draws, self.settings)
@@ -147,5 +147,5 @@ class BuiltinTask:
             f"tasks.{self.name}.options",
             f"{shown}, which leave too few examples of {self.kind.name} to fill the {split} split",
             "options with more distinct prompts",
-            "widen the options, for example by a greater length or size.",
+            "widen the options, for example with a greater length or size.",
         )

@@ -13,7 +13,7 @@ _ROUNDS = 8
 
 
 class Mixture:
-    """Which task a position of the stream belongs to, and which prompt of that task it is."""
+    """Maps a position of the stream to a task and a prompt of that task."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float], seed: int) -> None:
         self.counts = share_places(weights)
@@ -25,7 +25,7 @@ class Mixture:
             seen[task] += 1
 
     def place(self, position: int) -> tuple[int, int]:
-        """The number of the task at a position, and the index within that task, without gaps."""
+        """Return the number of the task at a position, and the index within the task, without gaps."""
         cycle, place = divmod(position, len(self._pattern))
         task = self._pattern[place]
         return task, cycle * self.counts[task] + self._ranks[place]
@@ -34,7 +34,7 @@ class Mixture:
 def share_places(weights: Sequence[float]) -> list[int]:
     """Places of each task in one cycle: exact if at most 1000 places do, else by largest remainder.
 
-    No task is left without a place, however small its weight.
+    Every task has at least one place.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     unit = lcm(*(share.denominator for share in exact))
@@ -54,7 +54,7 @@ def share_places(weights: Sequence[float]) -> list[int]:
 
 
 def _spread(names: Sequence[str], counts: Sequence[int], seed: int) -> list[int]:
-    """The cycle: a task's places at equal distances from a seeded start, for balanced batches."""
+    """Return a cycle with each task's places at equal distances from a seeded start, for balanced batches."""
     slots = []
     for task, (name, count) in enumerate(zip(names, counts, strict=True)):
         start = Fraction(mix(seed, "mixture", name), 1 << 64)

@@ -1,4 +1,4 @@
-"""A prompt of the stream, its tokens, and what a demonstrator would say to it."""
+"""Prompts of the stream, their tokens, and their SFT examples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt with its right answer.
+    """A prompt with its expected answer.
 
     `uid` is its position in the stream. `row` holds all columns of a file's row (empty for built-in
     tasks); `epoch` and `index` say which pass over the task and which row of it this is. `kind` and
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt as the model reads it. `messages` are those of a chat, None for plain text."""
+    """A tokenised prompt. `messages` is None for plain text."""
 
     ids: list[int]
     images: Images | None
@@ -57,22 +57,22 @@ class Encoded:
 
 
 def answer_text(answer: Any) -> str:
-    """Return an answer as text: strings as they are, numbers written out; anything else is a DataError."""
+    """Return an answer, a string or number, as text. Raise DataError for other types."""
     if isinstance(answer, str | int | float) and not isinstance(answer, bool):
         return str(answer)
     raise DataError(f"the answer is {answer!r}, expected a string or a number")
 
 
 def demonstration(prompt: Prompt) -> str:
-    """Return the text that supervised training shows: the prompt's answer."""
+    """Return the text of an SFT example: the prompt's answer."""
     try:
         return answer_text(prompt.answer)
     except DataError as error:
-        raise DataError(f"{prompt} can't be demonstrated: {error}") from None
+        raise DataError(f"{prompt} has no SFT example: {error}") from None
 
 
 def demonstrated_turn(prompt: Prompt, messages: list[Message]) -> str:
-    """Return a demonstrator's next turn in a conversation that began with the prompt; else its answer."""
+    """Return the next turn of an SFT example in a conversation with the prompt, by default the answer."""
     if prompt.kind is None or prompt.example is None:
         return demonstration(prompt)
     return find_kind(prompt.kind, prompt.task).demonstrate(prompt.example, messages)
@@ -87,11 +87,11 @@ def encode_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     processor: Processor | None = None,
 ) -> Encoded:
-    """Return the prompt's tokens, ready to be continued, and its images, which are opened here.
+    """Tokenise a prompt for sampling, and open its images.
 
-    Messages, and strings if `chat`, go through the tokenizer's chat template with the schemas of the
-    `tools`, after the `system` message unless they bring their own. Other strings are tokenised as they
-    are, after the BOS if the tokenizer puts one. Images need the model's `processor`.
+    Messages, and strings with `chat`, use the tokenizer's chat template with the schemas of `tools`, and the
+    `system` message unless they have one. Other strings are tokenised with the BOS if the tokenizer adds it.
+    Images need the model's `processor`.
     """
     if isinstance(prompt.content, str) and not chat:
         return encode_texts([prompt], tokenizer)[0]
@@ -102,13 +102,13 @@ def encode_prompt(
 
 
 def encode_texts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Encoded]:
-    """Tokenise prompts that are plain text in one call: equal texts once."""
+    """Tokenise plain-text prompts in one call, equal texts once."""
     texts = list(dict.fromkeys(prompt_text(prompt.content) for prompt in prompts))
     if not texts:
         return []
     all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
-    # Only the BOS is wanted: some tokenizers also close the text, and nothing follows a closed one.
+    # Add only the BOS. Some tokenizers also add an EOS, after which nothing can follow.
     adds_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][0] == bos
     first = [bos] if adds_bos else []
     ids_of = {
@@ -123,28 +123,28 @@ def encode_texts(prompts: Sequence[Prompt], tokenizer: Any) -> list[Encoded]:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encodes prompts by their tasks' chat settings, with the agent's tools and the model's processor."""
+    """Encodes prompts with their tasks' chat settings, the agent's tools and the model's processor."""
 
     tasks: Mapping[str, Task]
     tokenizer: PreTrainedTokenizerBase
     tools: Sequence[Mapping[str, Any]] = ()
     processor: Processor | None = None
     most_tokens: int | None = None
-    """Tokens that a prompt may have, where its task says `too_long: cut`."""
+    """Maximum tokens of a prompt with `too_long: cut`."""
 
     def __call__(self, prompt: Prompt) -> Encoded:
-        """Encode a prompt; of one that is to be cut, keep the last tokens."""
+        """Encode a prompt. If it is cut, keep its last tokens."""
         encoded, room = next(self.whole_of([prompt])), self.room(prompt.task)
         if room is None or len(encoded.ids) <= room or encoded.messages is not None:
             return encoded
         return replace(encoded, ids=encoded.ids[-room:])
 
     def room(self, task: str) -> int | None:
-        """Return the tokens that prompts of this task are cut to, if they are plain text; None: not cut."""
+        """Return the length to which plain-text prompts of this task are cut, or None."""
         return self.most_tokens if self.tasks[task].too_long == "cut" and not self.tasks[task].chat else None
 
     def whole_of(self, prompts: Sequence[Prompt]) -> Iterator[Encoded]:
-        """Encode prompts, however long, with the plain texts tokenised in one call."""
+        """Encode prompts without cutting, with plain texts tokenised in one call."""
         plain = [p for p in prompts if isinstance(p.content, str) and not self.tasks[p.task].chat]
         texts = {
             id(p): encoded for p, encoded in zip(plain, encode_texts(plain, self.tokenizer), strict=True)
@@ -164,7 +164,7 @@ def _check_ids(prompt: Prompt, ids: list[int]) -> list[int]:
 
 
 def chat_messages(content: Content, system: str | None) -> list[Message]:
-    """Return a prompt as a conversation, after the `system` message unless it brings its own."""
+    """Return a prompt as a conversation, with the `system` message unless it has one."""
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -185,7 +185,7 @@ def _encode_chat(
             messages, tools=shown, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:
-        # Templates refuse roles they do not know with an error of the template engine.
+        # Templates reject unknown roles with an error of the template engine.
         roles = ", ".join(message["role"] for message in messages)
         raise PracticumError(
             f"{prompt}: the chat template refused its messages ({roles}): {error}"
@@ -196,11 +196,11 @@ def _encode_chat(
 def _place_images(
     prompt: Prompt, ids: list[int], processor: Processor | None
 ) -> tuple[list[int], Images | None]:
-    """Return the ids with as many image tokens as each image needs, and the images; None without any."""
+    """Return the ids with as many image tokens as each image needs, and the images, or None without any."""
     sources = [part["image"] for part in image_parts(prompt.content)]
     if processor is None and sources:
-        found = f"a model that is not a vision model, and {prompt} has {len(sources)} pictures"
-        fix = f"use one (a tiny one: model.random_init.family: qwen2_5_vl), or leave tasks.{prompt.task} out."
+        found = f"a model that is not a vision model, and {prompt} has {len(sources)} images"
+        fix = f"use one, such as model.random_init.family: qwen2_5_vl, or remove tasks.{prompt.task}."
         raise RecipeError("model.path", found, "a vision model", fix)
     if processor is None:
         return ids, None
@@ -209,8 +209,8 @@ def _place_images(
     places = ids.count(processor.image_token_id)
     if places != len(sources):
         raise DataError(
-            f"{prompt} has {len(sources)} pictures, and the chat template made {places} places for them; "
-            f"a text must not say {processor.image_token}, and a template must place pictures"
+            f"{prompt} has {len(sources)} images, and the chat template made {places} places for them; "
+            f"a text must not say {processor.image_token}, and a template must place images"
         )
     if not sources:
         return ids, None

@@ -1,4 +1,4 @@
-"""Rows of a task's data: changed by the task's `map`, checked, and named with their place if they are bad."""
+"""Rows of a task's data: apply the task's `map`, check rows, and report bad rows with their location."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LIKELY = {
     "prompt": ("question", "problem", "instruction", "input", "query", "messages", "conversation", "text"),
     "answer": ("solution", "output", "target", "response", "completion", "final_answer", "label"),
 }
-"""Names that other people give to the columns."""
+"""Common names of the columns in other datasets."""
 
 
 class _Text(TypedDict):
@@ -58,7 +58,7 @@ _PATHS = TypeAdapter(list[Annotated[str, Field(min_length=1)]] | None)
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """How a task reads its rows: names of columns, its `map`, and the domain of its prompts if it has one."""
+    """Settings for reading a task's rows: column names, `map`, and domain."""
 
     task: str
     prompt: str = "prompt"
@@ -68,17 +68,17 @@ class RowReader:
 
 
 class RowSource:
-    """The rows of a table as a task's prompts, by number. Rows are checked once, by `scan` or `check`."""
+    """The rows of a table as prompts, by number. `scan` or `check` checks them once."""
 
     def __init__(self, table: Table, name: str, reader: RowReader) -> None:
         self.name, self.reader, self._table = name, reader, table
         self.has_messages = self.has_pictures = False
-        """True if any prompt is a list of chat messages, not a string; True if any has images."""
+        """True if any prompt is a list of chat messages. The second is True if any has images."""
         self._map = None if reader.map is None else import_function(reader.map, f"tasks.{reader.task}.map")
         self._is_checked = False
         self._bad_answers: dict[str, list[int]] = {}
         self.digest = table.digest or ""
-        """A hash of the files, or of the rows as they are read where that may differ."""
+        """Hash of the files, or of the rows if `map` or a dataset may change them."""
 
     def __len__(self) -> int:
         return len(self._table)
@@ -88,7 +88,7 @@ class RowSource:
         return part.where(inner)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return all columns of row `index`, counted from 0."""
+        """Return all columns of row `index`, starting at 0."""
         part, inner = self._table.find(index)
         row = part.rows[inner]
         if isinstance(row, DataError):
@@ -99,16 +99,16 @@ class RowSource:
         return self.to_prompt(uid, index, epoch, self.row(index))
 
     def to_prompt(self, uid: int, index: int, epoch: int, row: dict[str, Any]) -> Prompt:
-        """Return the prompt of a good row. Its domain is the task's, else the row's own, else the name."""
+        """Return the prompt of a valid row. Its domain is the task's, the row's, or the task's name."""
         reader = self.reader
         domain = str(reader.domain or row.get("domain") or reader.task)
         content = self.content(index, row)
         return Prompt(uid, reader.task, domain, content, row.get(reader.answer), row, epoch, index)
 
     def content(self, index: int, row: Mapping[str, Any]) -> Content:
-        """Return what a good row's prompt says. Paths of images start from the folder of its file.
+        """Return the content of a valid row's prompt. Image paths are relative to the folder of its file.
 
-        Images stand before a string, and in messages where they have places.
+        Images precede a string prompt, and fill the image parts of messages.
         """
         prompt, paths = row[self.reader.prompt], row.get(IMAGES) or []
         if isinstance(prompt, str) and not paths:
@@ -134,19 +134,19 @@ class RowSource:
         return self._table.find(min(index, len(self) - 1))[0].folder
 
     def change(self, row: Any, where: str) -> Any:
-        """Return the row as `map` returns it; what it raises is a DataError with the user's lines of code."""
+        """Apply the task's `map` to a row. Its exceptions become DataErrors with the user's frames."""
         if self._map is None:
             return row
         what = f"{where}: tasks.{self.reader.task}.map {self.reader.map}"
         with users_errors(what, DataError):
-            changed = self._map(copy.deepcopy(row))  # some sources hold their rows
+            changed = self._map(copy.deepcopy(row))  # some sources cache their rows
         if not isinstance(changed, dict):
             found = short_repr(changed, 40)
             raise DataError(f"{what} returned {found}, expected a dict with the columns of the row")
         return changed
 
     def check(self, needs_answer: bool = False) -> None:
-        """Check every row, unless that was done; a DataError names the bad ones."""
+        """Check every row once. Raise DataError with the bad rows."""
         if not self._is_checked:
             for _ in self.scan():
                 pass
@@ -154,7 +154,7 @@ class RowSource:
             raise DataError(self._describe(self._bad_answers))
 
     def scan(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield every good row with its number in one pass; at the end a DataError names the bad ones."""
+        """Yield every valid row with its number in one pass, then raise DataError with the bad rows."""
         faults: dict[str, list[int]] = {}
         hash_of_rows = blake2b((self._table.digest or "").encode(), digest_size=16)
         is_plain = self._map is None and self._table.digest is not None
@@ -179,12 +179,12 @@ class RowSource:
         if faults:
             raise DataError(self._describe(faults))
         if not len(self):
-            raise DataError(f"{self.name}: there are no rows in it")
+            raise DataError(f"{self.name} has no rows")
         self.digest = self.digest if is_plain else hash_of_rows.hexdigest()
         self._is_checked = True
 
     def _describe(self, faults: Mapping[str, list[int]]) -> str:
-        """Return a line for each fault: the first row that has it, and how many more do."""
+        """Return a line for each fault, with its first row and the number of others."""
         lines = []
         for fault, rows in islice(faults.items(), _SHOWN):
             more = f" (and {len(rows) - 1:,} more)" if len(rows) > 1 else ""
@@ -194,9 +194,9 @@ class RowSource:
 
 
 def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -> RowSource:
-    """Open the rows at a location as the task of this name reads them; of a stream, the first ones.
+    """Open the rows at a location with the settings of this task. Of a stream, the first ones.
 
-    They are checked once per process and version of the data.
+    Checks them once per process and version of the data.
     """
     source = find_rows(name, task, at)
     source.check(needs_answer)
@@ -204,7 +204,7 @@ def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -
 
 
 def find_rows(name: str, task: Task, at: Location) -> RowSource:
-    """Return the rows at a location, which may not be checked yet."""
+    """Return the rows at a location, possibly unchecked."""
     reader = RowReader(name, task.prompt, task.answer, task.map, task.domain)
     return _opened(at, at.versions(), reader)
 
@@ -216,9 +216,9 @@ def _opened(at: Location, versions: Any, reader: RowReader) -> RowSource:
 
 
 def find_fault(row: Any, reader: RowReader) -> str | None:
-    """Return what is wrong with a row's prompt; None if it is good."""
+    """Return a description of a fault in a row's prompt, or None if it is valid."""
     if not isinstance(row, dict):
-        return f"a row is an object with named columns, this is {short_repr(row, 40)}"
+        return f"found {short_repr(row, 40)}, expected an object with named columns"
     if reader.prompt not in row:
         return _missing(row, reader.prompt, "prompt", reader.task)
     prompt, paths = row[reader.prompt], row.get(IMAGES)
@@ -226,10 +226,10 @@ def find_fault(row: Any, reader: RowReader) -> str | None:
     if isinstance(prompt, str):
         fault = None if prompt.strip() else "the prompt is empty"
     elif not isinstance(prompt, list):
-        fault = f"a prompt is a string or a list of messages, this is {short_repr(prompt, 40)}"
+        fault = f"found {short_repr(prompt, 40)}, expected a string or a list of messages"
     elif not (fault := _mismatch(_MESSAGES, prompt)):
         if prompt[-1]["role"] == "assistant":
-            fault = "the last message is the assistant's own, so nothing is left to answer"
+            fault = "the last message is the assistant's, expected a user or tool message"
         elif not any(message_text(message).strip() for message in prompt):
             fault = "every message is empty"
     if fault:
@@ -239,7 +239,7 @@ def find_fault(row: Any, reader: RowReader) -> str | None:
         places, count = sum("image" not in part for part in image_parts(prompt)), len(paths or [])
         if places != count:
             form = '{"type": "image"} without a path among the parts of a message\'s content'
-            fault = f"{count} pictures for {places} places; each needs one {form}"
+            fault = f"{count} images for {places} places; each needs one {form}"
     return f"column {IMAGES!r}: {fault}" if fault else None
 
 
@@ -248,9 +248,7 @@ def find_answer_fault(row: Mapping[str, Any], reader: RowReader) -> str | None:
         return _missing(row, reader.answer, "answer", reader.task)
     answer = row[reader.answer]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return (
-            f"column {reader.answer!r}: an answer is a string or a number, this is {short_repr(answer, 40)}"
-        )
+        return f"column {reader.answer!r}: found {short_repr(answer, 40)}, expected a string or a number"
     if isinstance(answer, str) and not answer.strip():
         return f"column {reader.answer!r}: the answer is empty"
     return None
@@ -260,7 +258,7 @@ def _mismatch(form: TypeAdapter[Any], value: Any) -> str | None:
     try:
         form.validate_python(value, strict=True)
     except ValidationError as error:
-        # Of the forms that a value may have, the one that fits furthest is meant.
+        # Report the union member with the deepest location.
         problem = max(error.errors(include_url=False, include_context=False), key=lambda e: len(e["loc"]))
         place = ".".join(str(key) for key in problem["loc"] if isinstance(key, int) or key.isidentifier())
         return f"{f'at {place}: ' if place else ''}{problem['msg']}, found {short_repr(problem['input'], 40)}"

@@ -1,6 +1,6 @@
-"""The prompt stream: prompt number n is a pure function of the recipe's tasks, the seed and n.
+"""The prompt stream: prompt n is a pure function of the recipe's tasks, the seed and n.
 
-So a position is all that resuming needs, and every prompt names the epoch and row of its task.
+Resuming needs only a position, and every prompt names the epoch and row of its task.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from practicum.tasks.rows import IMAGES, RowSource, open_rows
 from practicum.tasks.tables import eval_location, train_location
 
 LeftOut = Mapping[str, frozenset[int]]
-"""Rows that are not used, by the text of their location."""
+"""Skipped rows by location."""
 
 
 class Source(Protocol):
-    """Prompts of one task by number, without end. `identity` changes when the prompts do."""
+    """An infinite sequence of prompts of a task. `identity` changes when the prompts do."""
 
     @property
     def identity(self) -> str: ...
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class BuiltinSource:
-    """Examples of a built-in task. They have no end and so only one epoch."""
+    """Examples of a built-in task, an infinite single epoch."""
 
     task: BuiltinTask
     domain: str | None
@@ -53,12 +53,12 @@ class BuiltinSource:
 
 @dataclass(frozen=True)
 class ShuffledRows:
-    """Rows of files or of a dataset: each once per epoch, every epoch in its own order."""
+    """Rows of files or a dataset: each once per epoch, shuffled differently in each epoch."""
 
     source: RowSource
     seed: int
     rows: Sequence[int]
-    """Rows that are used, in the source's order."""
+    """Rows in use, in the source's order."""
 
     @property
     def identity(self) -> str:
@@ -84,7 +84,7 @@ class PromptStream:
         self._identity = f"{mix(seed, *parts):016x}"
 
     def prompt(self, position: int) -> Prompt:
-        """Return the prompt at a position; takes the same time wherever that is."""
+        """Return the prompt at a position, in constant time."""
         task, index = self._mixture.place(position)
         return self._sources[task].draw(position, index)
 
@@ -94,15 +94,15 @@ class PromptStream:
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and a hash of what the prompts depend on."""
+        """Return the position, and a hash of everything that the prompts depend on."""
         return {"position": self.position, "identity": self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a saved stream was; an error if the prompts are not the same now."""
+        """Continue from a saved state. Raise PracticumError if the prompts have changed."""
         if state.get("identity", self._identity) != self._identity:
             raise PracticumError(
-                "the prompts are not those of the checkpoint: the seed, a task's weight or "
-                f"options, or a file has changed; position {state['position']} is another prompt.\n"
+                "the prompts differ from the checkpoint's: the seed, a task's weight or options, or a "
+                f"file has changed, so position {state['position']} is another prompt.\n"
                 "  → restore them, or start a new run from the checkpoint's model."
             )
         self.position = int(state["position"])
@@ -114,7 +114,7 @@ def make_stream(
     needs_answer: Collection[str] = (),
     left_out: LeftOut | None = None,
 ) -> PromptStream:
-    """Return the stream of a recipe's tasks; rows of those in `needs_answer` must have an answer."""
+    """Return the stream of a recipe's tasks. Rows of tasks in `needs_answer` must have an answer."""
     sources: list[Source] = []
     for name, task in tasks.items():
         if task.kind is not None:
@@ -132,10 +132,10 @@ def make_stream(
 def eval_prompts(
     tasks: Mapping[str, Task], rows: int, seed: int, left_out: LeftOut | None = None
 ) -> list[Prompt]:
-    """Return the fixed evaluation set: up to `rows` distinct prompts of each task, uids counting from 0.
+    """Return the fixed evaluation set: up to `rows` distinct prompts of each task, with uids from 0.
 
-    Prompts of built-in tasks are never trained on (fewer, if their options leave fewer). Tasks with rows have
-    the first of their eval_file or eval_split, or none.
+    Built-in tasks use prompts that are never trained on. Tasks with rows use the first ones of eval_file or
+    eval_split, if set.
     """
     prompts: list[Prompt] = []
     for name, task in tasks.items():
@@ -151,7 +151,7 @@ def eval_prompts(
 
 
 def _distinct(source: BuiltinSource, rows: int) -> list[int]:
-    """Return the first `rows` different prompts; fewer if 20 draws for each do not find them."""
+    """Return the first `rows` distinct prompts, or fewer if 20 × `rows` draws do not find them."""
     first_of_key: dict[str, int] = {}
     for index in range(20 * rows):
         if len(first_of_key) == rows:

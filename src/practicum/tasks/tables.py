@@ -1,7 +1,7 @@
 """Rows by number: JSONL, JSON and CSV files, and everything that the `datasets` library reads.
 
-JSON and CSV are read here because `datasets` would change their values: it turns the text 007 into the number
-7, and makes the rows of a column one type. JSONL files are not held in memory.
+JSON and CSV are read here because `datasets` changes their values: it turns the string 007 into the number 7,
+and converts a column to one type. JSONL files are not held in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from practicum.user_code import error_line
 
 
 class _Rows(Protocol):
-    """Rows of one file or dataset. In place of a row that can't be read, the DataError that says why."""
+    """Rows of a file or dataset. A row that can't be read is a DataError with the reason."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -37,20 +37,20 @@ class _Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one file or dataset. Images of a row are found from the folder."""
+    """Rows of a file or dataset. Image paths are relative to the folder."""
 
     rows: _Rows
     name: str
     folder: Path
 
     def where(self, index: int) -> str:
-        """Name a row as an editor would."""
+        """Return the location of a row, as in an editor."""
         place = f"line {self.rows.lines[index]}" if isinstance(self.rows, _JsonLines) else f"row {index + 1}"
         return f"{self.name}, {place}"
 
 
 class Table:
-    """Parts one after the other. `digest` is a hash of files, None for a dataset."""
+    """Concatenated parts. `digest` is a hash of files, or None for a dataset."""
 
     def __init__(self, parts: Sequence[Part], digest: str | None = None) -> None:
         self._parts, self.digest = parts, digest
@@ -64,15 +64,15 @@ class Table:
             yield from part.rows
 
     def find(self, index: int) -> tuple[Part, int]:
-        """Return the part that a row is in, and the row's number there."""
+        """Return the part of a row, and the row's number in it."""
         number = bisect_right(self._ends, index)
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
 class _JsonLines:
-    """Rows of a JSONL file, read when asked for; blank lines and a byte-order mark do not count.
+    """Rows of a JSONL file, read on demand. Blank lines and a byte-order mark are ignored.
 
-    The file is opened for each read: a change is noticed, where a memory map would crash the process.
+    The file is opened for each read, which detects changes, while a memory map would crash the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ class _JsonLines:
 
     def _read(self, starts: Sequence[int]) -> Iterator[Any]:
         if _stamp(self._path) != self._stamp:
-            raise DataError(f"{self._path}: the file was changed while it was in use")
+            raise DataError(f"{self._path}: the file changed during the run")
         with self._path.open("rb") as file:
             for start in starts:
                 file.seek(start)
@@ -109,7 +109,7 @@ class _JsonLines:
 
 
 class _Arrow:
-    """Rows of a dataset without the nulls that Arrow puts into lists of structs: templates want none."""
+    """Rows of a dataset without the nulls that Arrow adds to lists of structs, which templates reject."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -165,7 +165,7 @@ def _read_parquet(path: Path) -> _Rows:
     datasets = _datasets(f"reading {path}")
     try:
         return _Arrow(datasets.Dataset.from_parquet(str(path)))
-    except Exception as error:  # the library has many, and each means that the file can't be read
+    except Exception as error:  # the library raises many types, and each means that the file can't be read
         raise DataError(f"{path}: not a Parquet file that can be read: {error_line(error)}") from error
 
 
@@ -175,7 +175,7 @@ READERS: dict[str, Callable[[Path], _Rows]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-"""Readers of files by the end of their name."""
+"""Readers by file extension."""
 
 
 def _datasets(what: str) -> Any:
@@ -183,20 +183,20 @@ def _datasets(what: str) -> Any:
         import datasets
     except ImportError:
         raise MissingExtraError(what, "datasets") from None
-    datasets.disable_progress_bars()  # they would draw into our own display
+    datasets.disable_progress_bars()  # they would overwrite our display
     return datasets
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Files and patterns of files, or a split of a dataset. As text it is for messages."""
+    """Files and glob patterns, or a split of a dataset. str() is for messages."""
 
     files: tuple[str, ...] = ()
     dataset: str | None = None
     subset: str | None = None
     split: str = ""
     key: str = "file"
-    """The key of the task that names it."""
+    """The task's key that names it."""
 
     def __str__(self) -> str:
         if self.dataset is None:
@@ -204,7 +204,7 @@ class Location:
         return f"{self.dataset} ({', '.join(filter(None, [self.subset, self.split]))})"
 
     def versions(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        """Return path, time and size of each file, which tell versions of the data apart."""
+        """Return path, time and size of each file, which identify a version of the data."""
         paths = expand(self.files)
         if self.dataset is not None:
             paths = sorted(Path(self.dataset).expanduser().rglob("*"))
@@ -212,14 +212,14 @@ class Location:
 
 
 def train_location(task: Task) -> Location | None:
-    """Return where the training rows are; None for a built-in task."""
+    """Return the location of the training rows, or None for a built-in task."""
     if task.dataset is not None:
         return Location((), task.dataset, task.subset, task.split, "dataset")
     return _file_location(task.file, "file")
 
 
 def eval_location(task: Task) -> Location | None:
-    """Return where the evaluation rows are, if the task has some."""
+    """Return the location of the evaluation rows, or None without any."""
     if task.dataset is None or task.eval_split is None:
         return _file_location(task.eval_file, "eval_file")
     return Location((), task.dataset, task.subset, task.eval_split, "dataset")
@@ -231,7 +231,7 @@ def _file_location(files: str | list[str] | None, key: str) -> Location | None:
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
-    """Return the files that paths and patterns such as data/*.jsonl name; a pattern's are sorted."""
+    """Expand paths and patterns such as data/*.jsonl. Matches of a pattern are sorted."""
     files: list[Path] = []
     for path in paths:
         matches = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
@@ -240,7 +240,7 @@ def expand(paths: Sequence[str]) -> list[Path]:
 
 
 def open_files(paths: Sequence[str], key: str) -> Table:
-    """Return the rows of all files, one file after the other. `key` of the recipe names them in errors."""
+    """Return the concatenated rows of all files. Errors name the recipe's `key`."""
     parts, digests = [], []
     for path in expand(paths):
         if os.path.isdir(path):
@@ -250,7 +250,7 @@ def open_files(paths: Sequence[str], key: str) -> Table:
         if not os.path.isfile(path):
             names = os.listdir(path.parent) if os.path.isdir(path.parent) else []
             near = get_close_matches(path.name, names, n=1)
-            hint = f"it is neither beside the recipe nor in {Path.cwd()}."
+            hint = f"it exists neither beside the recipe nor in {Path.cwd()}."
             hint = f"did you mean {path.parent / near[0]}?" if near else hint
             raise RecipeError(key, repr(str(path)), "a file that exists", hint)
         if path.suffix not in READERS:
@@ -270,7 +270,7 @@ def open_dataset(at: Location, key: str) -> Table:
 
 
 def load_dataset(at: Location, key: str) -> Any:
-    """Load a split with the `datasets` library; a RecipeError at `key` if it can't be read."""
+    """Load a split with the `datasets` library. Raise RecipeError at `key` if it can't be read."""
     assert at.dataset is not None
     datasets, folder = _datasets(key), Path(at.dataset).expanduser()
     unreachable, is_folder = is_unreachable(at.dataset), os.path.exists(folder)
@@ -280,7 +280,7 @@ def load_dataset(at: Location, key: str) -> Any:
             return saved[at.split] if isinstance(saved, dict) else saved
         path = str(folder) if is_folder else at.dataset
         return datasets.load_dataset(path, at.subset, split=at.split)
-    except Exception as error:  # the library has many, and each means that it has no such data
+    except Exception as error:  # the library raises many types, and each means that it has no such data
         if unreachable and isinstance(error, OSError):
             raise not_found(key, at.dataset, "dataset") from None
         found = f"{at.dataset!r}, {f'subset {at.subset!r}, ' if at.subset else ''}split {at.split!r}"

@@ -40,7 +40,7 @@ class RemoteScorer(Client, Scorer):
             )
         if request.images is not None:
             raise TeacherError(
-                f"teacher {self.name} can't see the pictures of {request.name}: load it here, without "
+                f"teacher {self.name} can't see the images of {request.name}: load it here, without "
                 f"teachers.{self.name}.url"
             )
         if request.start == len(request.ids):

@@ -33,7 +33,7 @@ _NO_LIMIT = 2**40
 
 
 def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generation | None:
-    """Return the turn with the numbers of its sequence alone; None if the draft was wrong before its end.
+    """Return the turn with the numbers of its sequence alone, or None if the draft was wrong before its end.
 
     Then the job asks for the rest of the turn: it is to be drafted again.
     """
@@ -100,7 +100,7 @@ def _blocks(
     edges = block_edges(count)
     filled = edges[-1]
     ids = (*prompt.ids, *inputs_of_turn, *[0] * (filled - count))
-    # Pictures stand in the prompt, and are computed with the first block.
+    # Images stand in the prompt, and are computed with the first block.
     end = edges[0] if prompt.images is None else block_edges(len(prompt))[-1]
     config, device = runner.model.config, runner.device
     longest = context_length(runner.model)

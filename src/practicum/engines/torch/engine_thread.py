@@ -133,7 +133,7 @@ class EngineThread:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the current step began; 0 if none runs."""
+        """Seconds since the current step began, or 0 if none runs."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 

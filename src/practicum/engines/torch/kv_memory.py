@@ -37,7 +37,7 @@ class PromptKv:
     keys: Tensor
     values: Tensor
     layers: Mapping[int, int] = field(default_factory=dict)
-    """The place of each layer that attends among the keys; empty if all do."""
+    """The place of each layer that attends among the keys, or empty if all do."""
     states: Mapping[StateName, Tensor] = field(default_factory=dict)
 
     def copy(self) -> PromptKv:

@@ -55,7 +55,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 @dataclass(slots=True)
 class StepInputs:
-    """Packed tokens. A vision model's positions are [N, D]; only it has pictures and shifts other than 0."""
+    """Packed tokens. A vision model's positions are [N, D]; only it has images and shifts other than 0."""
 
     ids_N: Tensor
     positions_N: Tensor
@@ -63,7 +63,7 @@ class StepInputs:
     """Of each sequence: what is added to the number of tokens before a later token for its position."""
     images: Sequence[Images] = ()
     picture_N: Tensor | None = None
-    """Which tokens stand for pieces of the pictures; None without pictures."""
+    """Which tokens stand for pieces of the images, or None without images."""
     experts_N: Tensor | None = None
     """Experts that tokens are to take [N, L, E], -1 where the routers choose; None: they always do."""
 
@@ -234,7 +234,7 @@ def pack(
     tails: Sequence[tuple[int, ...]] = (),
 ) -> StepInputs:
     """Pack sequences one after the other, each with its tail, if there are tails: of both together, the
-    tokens from `starts` on (unset: all). Pictures stand in a sequence, and before a start above 0.
+    tokens from `starts` on (unset: all). Images stand in a sequence, and before a start above 0.
     """
     tails = tails or [()] * len(sequences)
     cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
@@ -337,7 +337,7 @@ def _is_invariant(runner: ModelRunner) -> bool:
 
 
 def _probe_inputs(runner: ModelRunner) -> tuple[PromptKey, dict[str, Tensor]]:
-    """Return a prompt to probe with, and the plain model's inputs: it and a response, with a picture."""
+    """Return a prompt to probe with, and the plain model's inputs: it and a response, with an image."""
     config, ids = runner.model.config, fingerprint_ids(runner.vocab)
     half = len(ids) // 2
     if not runner.sees:

@@ -19,7 +19,7 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """Tokens to continue from, with their pictures and what is known of their experts. Equal if all are."""
+    """Tokens to continue from, with their images and what is known of their experts. Equal if all are."""
 
     ids: tuple[int, ...]
     digest: bytes = b""
@@ -29,7 +29,7 @@ class PromptKey:
 
     @staticmethod
     def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> PromptKey:
-        """These tokens, pictures and experts, ready to be compared."""
+        """These tokens, images and experts, ready to be compared."""
         digest = b"" if images is None else images.digest
         if experts is not None:
             digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
@@ -37,7 +37,7 @@ class PromptKey:
 
     @property
     def pictures(self) -> bytes:
-        """The digest of the pictures alone."""
+        """The digest of the images alone."""
         return b"" if self.images is None else self.images.digest
 
     def __len__(self) -> int:
@@ -51,7 +51,8 @@ class PrefilledPrompt:
     kv: PromptKv
     hidden: Tensor
     shift: int = 0
-    """Offset of the next token's position from the number of tokens before it (M-RoPE); 0 without images."""
+    """Offset of the next token's position from the number of tokens before it (M-RoPE), or 0 without
+    images."""
     experts: Tensor | None = None
     """Experts that its tokens took [P, L, E], MoE models only; on the CPU, in memory of its own."""
 
@@ -62,7 +63,7 @@ class CachedSequence:
 
     ids: tuple[int, ...]
     pictures: bytes
-    """The digest of the pictures among them."""
+    """The digest of the images among them."""
     kv: PromptKv
     experts: Tensor | None
     place: int
@@ -76,7 +77,7 @@ class CachedSequence:
         return len(self.ids)
 
     def begins(self, prompt: PromptKey) -> bool:
-        """Return True if the prompt continues from these tokens, with the same pictures and experts."""
+        """Return True if the prompt continues from these tokens, with the same images and experts."""
         alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
         return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
 

@@ -40,7 +40,7 @@ class ScoreJob(Job):
 
     @property
     def prefix(self) -> PromptKey:
-        """All before the tokens to score, pictures included."""
+        """All before the tokens to score, images included."""
         return PromptKey.of(self.request.ids[: self.request.start], self.request.images)
 
     @property

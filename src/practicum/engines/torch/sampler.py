@@ -78,7 +78,7 @@ def sample(logits_SV: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor) -> S
 def _check_finite(sum_B: Tensor) -> None:
     if not bool(sum_B.isfinite().all()):
         raise EngineError(
-            "the model gives logits that are not finite: its weights are broken, or its number type overflows"
+            "the model gives logits that are not finite: its weights are broken, or its dtype overflows"
         )
 
 

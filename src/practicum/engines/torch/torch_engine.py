@@ -235,7 +235,7 @@ class TorchEngine(Engine):
             raise EngineError(f"can't {what} with {count} requests in flight: await or cancel them first")
 
     def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
-        """Refuse pictures that do not fit here, as the caller's error and not every request's."""
+        """Refuse images that do not fit here, as the caller's error and not every request's."""
         if images is None:
             return
         if not self.runner.sees:

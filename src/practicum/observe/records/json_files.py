@@ -45,12 +45,12 @@ def _mapping(text: bytes) -> dict[str, Any] | None:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return the value if it is a mapping; else an empty one."""
+    """Return the value if it is a mapping, or an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def look_up(data: Any, path: str) -> Any:
-    """Return what plain data has at a path such as train.steps; None if there is nothing."""
+    """Return what plain data has at a path such as train.steps, or None if there is nothing."""
     for name in path.split("."):
         data = mapping(data).get(name)
     return data

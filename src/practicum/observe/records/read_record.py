@@ -42,13 +42,13 @@ class RowSummary:
     key: Key
     tags: Tags = field(default_factory=Tags)
     trained: int | None = None
-    """The step that trained on it; None if none did (so far)."""
+    """The step that trained on it, or None if none did (so far)."""
     update: int | None = None
     """The first optimizer step of that step that had it, from 1; its columns are of that one."""
     blocks: list[Block] = field(default_factory=list, repr=False)
 
     def data(self) -> list[bytes] | None:
-        """Return the bytes of its columns; None if they can't be read, which reading the row reports."""
+        """Return the bytes of its columns, or None if they can't be read, which reading the row reports."""
         try:
             return sorted(block.read() for block in self.blocks)
         except OSError:
@@ -162,7 +162,7 @@ class Record:
         return sorted(self._stages.get(step, ()), key=lambda span: span.began)
 
     def row(self, step: int, key: tuple[int, ...]) -> RecordedRow | None:
-        """Return a row with its columns as far as they are written; None if it is not recorded."""
+        """Return a row with its columns as far as they are written, or None if it is not recorded."""
         summary = self._rows.get(step, {}).get(Key._make(key))
         if summary is None:
             return None

@@ -211,7 +211,7 @@ class RunView:
             return [] if newest is None else self.group("samples", *newest)
 
     def record(self) -> Record | None:
-        """Return the run's record, with what was added since; None before the run has begun."""
+        """Return the run's record, with what was added since, or None before the run has begun."""
         with self.lock:
             if self._record is not None:
                 self._record.refresh()

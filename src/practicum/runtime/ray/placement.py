@@ -48,7 +48,8 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One process and its share of a bundle, an index of `Needs.bundles`; None if it takes no resources."""
+    """One process and its share of a bundle, an index of `Needs.bundles`, or None if it takes no
+    resources."""
 
     role: str
     index: int

@@ -41,7 +41,7 @@ class ReplicaPools:
     teachers: dict[str, ReplicaPool]
     """Those with their own resources."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Of the weights that each engine of a replica has; 0 at first."""
+    """Of the weights that each engine of a replica has, or 0 at first."""
     busy_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds of scoring of each teacher so far, by the process that reported them."""
 
