@@ -84,7 +84,7 @@ class CachedSequence:
     def beginning_of(self, prompt: PromptKey) -> CachedSequence | None:
         """Return the tokens that the prompt begins with too; None if they are less than half of it.
 
-        States and pictures belong to whole sequences alone.
+        States and images belong to whole sequences alone.
         """
         most = min(len(self), len(prompt) - 1)
         differ = (i for i in range(most) if self.ids[i] != prompt.ids[i])

@@ -64,7 +64,7 @@ class RunningBatch:
 
     # Views of the state's columns: the newest token of each row, how many positions of its slot it fills, how
     # many tokens it has sampled and may sample, its randomness, where its samples are, what is added to its
-    # length for the position of its newest token (pictures before it), how many tokens another row's sequence
+    # length for the position of its newest token (images before it), how many tokens another row's sequence
     # computed, and its slot.
     last_B, length_B, made_B, _limit_B, key_B, _out_B, _shift_B, _shared_B, slot_B = map(_column, range(9))
 
