@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -86,7 +87,8 @@ def test_check_reports_and_raises_what_train_refuses(tmp_path: Path, monkeypatch
     assert not static.warnings
     assert any("random weights" in text for text in report.warnings)
     assert any(text.startswith("tokenizer: ") for text in report.findings)
-    assert str(report).startswith("tiny: the dict\n\nfindings\n  warning: ")
+    blocks = [line for line in str(report).splitlines() if line and not line.startswith(" ")]
+    assert blocks == ["tiny: the dict", "will run", "warnings", "differs from the defaults", "findings"]
     assert "steps: 2" in report.text(everything=True)
     longer = SHORT | {"rollout": TINY["rollout"] | {"context": 4096}}
     for refused in (pr.check, pr.train):
@@ -149,6 +151,42 @@ def test_ctrl_c_ends_a_run_after_its_step_and_resume_continues_it(
     assert "stopping after this step" in shown
     whole = pr.train(SHORT, out=tmp_path / "run", resume=True, quiet=True)
     assert whole.metrics[-1]["train/loss"] == run.metrics[-1]["train/loss"]
+
+
+def test_a_run_ends_with_its_export_when_on_step_returns_true(run: pr.Run, tmp_path: Path):
+    ended = pr.train(SHORT, on_step=lambda row: row["step"] == 1, out=tmp_path / "run", quiet=True)
+    assert (ended.steps, ended.interrupted) == (1, False)
+    assert ended.model == tmp_path / "run" / "export"
+    assert ended.metrics[1]["train/loss"] == run.metrics[1]["train/loss"]
+    assert ended.last_eval == {name: ended.metrics[1][name] for name in ended.last_eval}
+    assert not pr.open_run(ended.folder).interrupted
+
+
+def test_a_run_is_opened_as_it_was_returned(run: pr.Run, tmp_path: Path):
+    opened = pr.open_run(run.folder)
+    assert (opened.recipe, opened.folder, opened.steps) == (run.recipe, run.folder, run.steps)
+    assert opened.warnings == run.warnings
+    assert opened.last_eval == {name: run.last_eval[name] for name in opened.last_eval} != {}
+    assert opened.first_eval["eval/greedy"] == run.first_eval["eval/greedy"]
+    assert pr.evaluate(opened)["eval/greedy"] == run.last_eval["eval/greedy"]
+    with pytest.raises(pr.PracticumError):
+        pr.open_run(tmp_path)
+
+
+def test_a_run_s_model_responds_as_in_its_evaluation(run: pr.Run):
+    rows = [json.loads(line) for line in (run.folder / "eval.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"] == run.steps and row["greedy"] and row["task"] == "copy"][:3]
+    responses = pr.sample(run, [row["prompt"] for row in rows], greedy=True)
+    assert len(responses) == len(rows) > 0
+    for row, response in zip(rows, responses, strict=True):
+        assert row["response"].startswith(response)
+    assert pr.sample(run.folder, rows[0]["prompt"], greedy=True) == responses[:1]
+    with pytest.raises(pr.PracticumError, match="copy, compare"):
+        pr.sample(run, "a", task="sort")
+
+
+def test_dir_lists_the_public_names():
+    assert dir(pr) == sorted(pr.__all__)
 
 
 def test_what_on_step_raises_comes_out_and_the_step_is_kept(run: pr.Run, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from practicum.cli import app
 from practicum.errors import RecipeError, RewardError
 from practicum.trainer.run import summary, train_loaded
-from practicum.user_code import frames, trace
+from practicum.user_code import frames, raised_at, trace
 from tests.trainer.recipes import TINY, tiny
 
 
@@ -33,6 +34,16 @@ def test_deep_stacks_and_syntax_errors_fit_on_the_screen(tmp_path: Path):
         compile((tmp_path / "b.py").read_text(), str(tmp_path / "b.py"), "exec")
     assert 'b.py", line 1' in frames(caught.value)
     assert "x = (1," in frames(caught.value)
+
+
+def test_an_error_inside_a_library_names_the_user_s_line(tmp_path: Path):
+    file = tmp_path / "agent.py"
+    file.write_text("import json\n\ndef read(text):\n    return json.loads(text)\n")
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        names["read"]("{")
+    assert raised_at(raised.value) == " (agent.py, line 4)"
 
 
 SCORE = """

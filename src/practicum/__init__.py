@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from practicum.api import LoadedRecipe, PracticumError, Report, Run, check, evaluate, load_recipe, train
+    from practicum.api import (
+        LoadedRecipe,
+        PracticumError,
+        Report,
+        Run,
+        check,
+        evaluate,
+        load_recipe,
+        open_run,
+        sample,
+        train,
+    )
 
 __all__ = [
     "LoadedRecipe",
@@ -19,6 +30,8 @@ __all__ = [
     "check",
     "evaluate",
     "load_recipe",
+    "open_run",
+    "sample",
     "train",
 ]
 
@@ -32,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(__all__)

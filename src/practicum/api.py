@@ -13,20 +13,32 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ruamel.yaml.representer import RepresenterError
 
-from practicum.dataplane.stages import chain
+from practicum.dataplane.stages import OwnStage, chain
 from practicum.errors import PracticumError, RecipeError
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.load_recipe import load_recipe as load
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.check_screen import screen
 from practicum.recipe.text.show_recipe import show_recipe
+from practicum.recipe.user_functions import name_function
 from practicum.roles.stage_table import make_plan
-from practicum.trainer.run_models import Run, resolve_models
+from practicum.trainer.run_models import Run, open_run, resolve_models
 
 if TYPE_CHECKING:
     from practicum.trainer.run import OnStep
 
-__all__ = ["LoadedRecipe", "PracticumError", "Report", "Run", "check", "evaluate", "load_recipe", "train"]
+__all__ = [
+    "LoadedRecipe",
+    "PracticumError",
+    "Report",
+    "Run",
+    "check",
+    "evaluate",
+    "load_recipe",
+    "open_run",
+    "sample",
+    "train",
+]
 
 RecipeLike: TypeAlias = "str | Path | Mapping[str, Any] | LoadedRecipe"
 """A recipe file, a dict of keys, or a loaded recipe."""
@@ -48,8 +60,7 @@ class Report:
 
     def text(self, *, everything: bool = False) -> str:
         """Return the summary, with `everything` also all values and their origins."""
-        findings = [*(f"warning: {text}" for text in self.warnings), *self.findings]
-        lines = [screen(self.loaded, findings, self.sizes, everything=everything)]
+        lines = [screen(self.loaded, self.warnings, self.sizes, self.findings, everything=everything)]
         if everything:
             lines += ["", "skipped stages:", *(f"  {text}" for text in self.not_run or ("none",))]
             lines += ["", "# all values and their origins", show_recipe(self.loaded)]
@@ -105,8 +116,9 @@ def train(
 ) -> Run:
     """Train a recipe in the folder `out`, by default the recipe's.
 
-    `on_step` gets each step's metrics, a dict; what it raises stops the run, which keeps a checkpoint. Ctrl-C
-    ends the run after its step, `resume` continues it. The options are those of `practicum train`.
+    `on_step` receives each step's metrics, a dict. If it returns True, the run ends there and is exported. If
+    it raises, the run stops with a checkpoint. Ctrl-C ends the run after its step, `resume` continues it. The
+    options are those of `practicum train`.
     """
     loaded = _loaded(recipe)
     from practicum.trainer.run import train_loaded
@@ -138,6 +150,20 @@ def evaluate(
     return evaluate_recipe(loaded, None if model is None else str(model), quiet=quiet)
 
 
+def sample(
+    run: Run | str | Path, prompts: str | Sequence[str], *, task: str | None = None, greedy: bool = False
+) -> list[str]:
+    """Return the response of a run's model to each prompt, as text.
+
+    Prompts are read as those of the recipe's `task`, by default its first, with its chat template if any.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    from practicum.trainer.evaluate import sample_model, with_model
+
+    recipe = with_model(run.recipe, str(run.model))
+    return sample_model(recipe, [prompts] if isinstance(prompts, str) else prompts, task, greedy=greedy)
+
+
 def _loaded(recipe: RecipeLike) -> LoadedRecipe:
     return recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
 
@@ -151,11 +177,13 @@ def _as_yaml(key: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return paths as strings, tuples as lists and numpy numbers as Python's."""
+    """Return paths as strings, functions as names, tuples as lists and numpy numbers as Python's."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
+    if callable(value) or isinstance(value, OwnStage):
+        return name_function(value)
     return value.item() if hasattr(value, "item") else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from numbers import Real
@@ -15,6 +16,7 @@ _OURS = (str(Path(__file__).parent), "<frozen importlib", "<frozen runpy")
 _MACHINERY = tuple(
     str(Path(traceback.__file__).parent / name) for name in ("asyncio", "importlib", "threading.py")
 )
+_LIBRARIES = ("<frozen", *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 _SHOWN_FRAMES = 8
 _SHOWN_CHARS = 300
 """Maximum characters of a line of code on the screen."""
@@ -37,9 +39,15 @@ def error_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException | None) -> str:
-    """Return where a user's error was raised, as " (rewards.py, line 12)", or "" if unknown."""
+    """Return where a user's error was raised, as " (rewards.py, line 12)", or "" if unknown.
+
+    For an error inside a library, return the user's line that called the library.
+    """
     frames = [] if error is None else _user_frames(traceback.extract_tb(error.__traceback__))
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    written = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    for frame in (written or frames)[-1:]:
+        return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
 def frames(error: BaseException, indent: str = "  ") -> str:

@@ -90,6 +90,14 @@ def test_answers_that_are_cut_off_name_the_key():
     assert "rollout.stop" in text
 
 
+def test_answers_that_fill_the_context_name_that_limit():
+    full = HEALTHY | {"rollout/truncated": 0.75, "rollout/context_full": 0.7}
+    rows = [full | {"reward/mean": i / 9} for i in range(9)]
+    ((_, text),) = told({"rollout": {"context": 128}}, rows)
+    assert "rollout.context = 128" in text
+    assert "max_new_tokens" not in text
+
+
 def test_evaluations_and_steps_of_the_critic_alone_are_no_steps_here():
     rows = [{"eval/greedy": 0.0}, {"critic/loss": 1.0}, HEALTHY | {"groups/zero_variance": 1.0}] * (
         SEVERAL - 1

@@ -49,9 +49,9 @@ def test_a_request_that_can_not_be_met_is_refused(model, prompt, settings, says)
     ("ids", "start", "top_k", "says"),
     [
         ([], 1, 0, "empty"),
-        ([5, 6], 0, 0, "start is 1 to 2"),
-        ([5, 6], 3, 0, "start is 1 to 2"),
-        ([5] * 129, 1, 0, "129 tokens to score"),
+        ([5, 6], 0, 0, "start must be 1 to 2"),
+        ([5, 6], 3, 0, "start must be 1 to 2"),
+        ([5] * 129, 1, 0, "129 tokens exceeds"),
         ([5, 6], 1, 64, "top_k is 64, expected 0 to 63"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_token_outside_of_the_vocabulary_fails_its_own_score_alone(model, toke
 
 
 def test_a_context_beyond_the_model_is_refused(model):
-    with pytest.raises(EngineError, match="129 tokens is more than the model's 128"):
+    with pytest.raises(EngineError, match="129 tokens exceeds the model's 128"):
         TorchEngine(model, slots=1, context=129)
 
 
@@ -95,7 +95,7 @@ def test_a_model_with_another_attention_is_refused(model, monkeypatch):
         "forward",
         lambda *a, **k: plain(*a, **k) if "layout" in k else (2 * plain(*a, **k)[0], None),
     )
-    with pytest.raises(EngineError, match="other logits with packed attention"):
+    with pytest.raises(EngineError, match="with packed attention differ"):
         TorchEngine(other, slots=1, context=32)
 
 
@@ -166,7 +166,7 @@ def test_an_error_in_a_step_fails_every_request_and_the_engine_goes_on():
         assert len(failed) == 9
         for error in failed:
             assert isinstance(error, EngineError)
-            assert "logits that are not finite" in str(error)
+            assert "logits are not finite" in str(error)
             assert isinstance(error.__cause__, EngineError)
         weight.data.copy_(good)
         assert all(not isinstance(result, Exception) for result in asyncio.run(run(engine)))

@@ -160,5 +160,5 @@ def test_pictures_that_do_not_fit_fail_alone(model: PreTrainedModel, rows: list[
         assert isinstance(good, Generation)
         with pytest.raises(EngineError, match="each image needs its own run"):
             score(engine, [rows[1]], [5])
-    with engine_of(tiny()) as engine, pytest.raises(EngineError, match="takes no pictures"):
+    with engine_of(tiny()) as engine, pytest.raises(EngineError, match="takes no images"):
         sample(engine, [([5, 6], rows[1][1])], sampling(2))

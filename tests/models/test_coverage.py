@@ -78,7 +78,7 @@ def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict
     asked += [(teacher, "teachers.t"), (copy, "teachers.t")]
     for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
         for sections, key in asked:
-            with pytest.raises(RecipeError, match="carry a state") as error:
+            with pytest.raises(RecipeError, match="recurrent layers") as error:
                 run(sections)
             assert error.value.path == f"{key}.engine"
 

@@ -131,9 +131,9 @@ def test_a_packed_forward_with_pictures_at_the_wrong_tokens_is_an_error(model: P
     )
     ids_N = torch.tensor([*plain, *row[0]])
     layout = PackedLayout.of_sequences([3, 6])
-    with pytest.raises(EngineError, match="do not fit 1 pictures"):
+    with pytest.raises(EngineError, match="do not fit 1 images"):
         packed_forward(model, ids_N, positions_N, layout, [images])
-    with pytest.raises(EngineError, match="do not fit 2 pictures"):
+    with pytest.raises(EngineError, match="do not fit 2 images"):
         packed_forward(model, ids_N, positions_N, layout, [images, images])
     picture_N = torch.cat([torch.zeros(3, dtype=torch.bool), picture_tokens(model.config, *row)])
     with torch.no_grad():

@@ -167,7 +167,7 @@ def test_attention_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch):
         "AttentionRule",
         lambda scale, window, softcap, sinks: AttentionRule(scale, window, softcap),
     )
-    with pytest.raises(EngineError, match=r"GptOssForCausalLM gives other logits with packed attention than"):
+    with pytest.raises(EngineError, match=r"logits of GptOssForCausalLM with packed attention differ"):
         ModelRunner(model)
 
 

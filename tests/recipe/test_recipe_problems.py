@@ -66,6 +66,14 @@ def test_a_term_of_another_trainer_gets_the_equivalent(write: Write, override: s
     assert problem(write(), override).suggestion == advice
 
 
+def test_a_section_of_another_trainer_has_the_equivalent_of_each_key(write: Write) -> None:
+    found = problem(write("args: {num_generations: 8, temperature: 0.9, unheard_of: 1}"))
+    assert "args.num_generations: use rollout.samples" in found.suggestion
+    (line,) = [line for line in found.suggestion.splitlines() if "args.temperature" in line]
+    assert "rollout.temperature" in line
+    assert "unheard_of" not in found.suggestion
+
+
 def test_equivalents_of_other_trainers_terms_exist(write: Write) -> None:
     keys = {key for key, _ in all_keys()}
     sections = {key.partition(".")[0] for key in keys}
@@ -140,6 +148,19 @@ def test_a_wrong_value_names_what_was_found_and_expected(
     assert error.found == f"{found} (--set)"
     assert error.expected == expected
     assert error.suggestion == advice
+
+
+def test_a_mapping_of_a_file_and_set_shows_the_merged_value_and_both_origins(write: Write) -> None:
+    teachers = "teachers: {a: {model: m}, b: {model: n}}\ndistill: {}\nreward: {weight: 0.0}\n"
+    path = write(f"{teachers}route: {{map: {{sort: {{a: 0.5, b: 0.5}}}}, shares: {{a: 0.5, b: 0.5}}}}")
+    found = problem(path, "route.shares.b=0.75").found
+    for words in ("a: 0.5, b: 0.75", "file:", "--set"):
+        assert words in found
+
+
+def test_one_kind_of_loop_takes_the_place_of_another(write: Write) -> None:
+    path = write("agent: {loop: {command: [echo]}}")
+    assert str(load_recipe(path, ["agent.loop.function=mine:loop"]).recipe.agent.loop) == "mine:loop"
 
 
 def test_a_section_left_empty_says_how_to_get_the_defaults(write: Write) -> None:

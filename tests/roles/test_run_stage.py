@@ -108,7 +108,7 @@ def test_a_rank_takes_its_own_rows_and_sees_the_whole_batch() -> None:
 
 def test_the_method_of_a_stage_is_found_by_its_name(learner: Learner) -> None:
     assert stage_method(learner, "update") == learner.update
-    with pytest.raises(TypeError, match=r"Learner has no method that is decorated with @stage\('pad'\)"):
+    with pytest.raises(TypeError, match=r"Learner has no method decorated with @stage\('pad'\)"):
         stage_method(learner, "pad")
 
 

@@ -192,10 +192,12 @@ def test_the_key_opens_all_but_the_health(model: PreTrainedModel, monkeypatch: p
         assert len(score(server.url, rows(2), ScoreOptions(), api_key_env="CHAT_KEY")) == 2
         wrong: tuple[dict[str, Any], ...] = ({}, {"api_key_env": "WRONG_KEY"})
         for options in wrong:
-            with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: .*401"):
+            with pytest.raises(RecipeError, match=r"teachers\.chat\.api_key_env: .*401") as probed:
                 run_probe(server.url, **options)
-            with pytest.raises(TeacherError, match=r"teacher chat at .*status 401"):
+            with pytest.raises(TeacherError, match=r"teacher chat at .*status 401") as scored:
                 score(server.url, rows(1), ScoreOptions(), **options)
+            for raised in (probed, scored):
+                assert options.get("api_key_env", "401") in str(raised.value)
 
 
 def test_the_probe_passes_up_to_the_limits_and_names_them(server: Served):

@@ -147,7 +147,7 @@ def test_wrong_option_value_names_its_path(value):
 
 
 def test_whole_number_option_refuses_a_span():
-    with pytest.raises(RecipeError, match=r"a whole number between 1 and 26"):
+    with pytest.raises(RecipeError, match=r"an integer between 1 and 26"):
         bind("t", "copy", {"letters": [1, 2]})
 
 

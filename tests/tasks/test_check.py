@@ -14,7 +14,7 @@ from tests.sessions.sessions import byte_tokenizer
 from practicum.errors import DataError, MissingExtraError, RecipeErrors
 from practicum.models.processor import make_vision_tokenizer
 from practicum.recipe.schema.recipe import MakeModel, Model, Recipe
-from practicum.trainer.check_data import check_data
+from practicum.trainer.check_data import check_data, hidden_tools
 
 
 def recipe(tasks: dict[str, Any], **sections: Any) -> Recipe:
@@ -45,6 +45,14 @@ def test_good_tasks_are_described(tmp_path):
         f"tasks.file: {file} has 1 rows",
         "tasks.file: not evaluated, as eval_file is not set",
     ]
+
+
+def test_tools_that_the_chat_template_does_not_show_are_a_warning():
+    with_tools = recipe({"sort": {"kind": "sort"}}, agent={"loop": "tool_use", "tools": ["calculator"]})
+    (warning,) = hidden_tools(with_tools, byte_tokenizer("llama3"))
+    assert "calculator" in warning
+    assert list(hidden_tools(with_tools, byte_tokenizer("chatml"))) == []
+    assert list(hidden_tools(recipe({"sort": {"kind": "sort"}}), byte_tokenizer("llama3"))) == []
 
 
 def test_small_evaluation_sets_are_mentioned():
@@ -129,7 +137,7 @@ def test_missing_and_unreadable_pictures_name_file_and_row(tmp_path):
     for name, reason in (("gone.png", "does not exist"), ("bad.png", "can't be read")):
         good, bad = ({"prompt": "colour=", "answer": "red", "images": [image]} for image in ("red.png", name))
         file = rows(tmp_path / "a.jsonl", good, bad)
-        with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*the picture {tmp_path / name} {reason}"):
+        with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*the image {tmp_path / name} {reason}"):
             findings(seeing({"t": {"file": file}}))
 
 

@@ -137,7 +137,7 @@ def test_a_starved_teacher_is_named_with_its_target():
     ledger = made(norms(97.0, 3.0))
     sentence = ledger.starved(None)
     assert sentence is not None
-    assert "code has 3.0% of the gradient and a target of 33.3%" in sentence
+    assert "code has 3.0% of the gradient, and its target is 33.3%" in sentence
     assert "math" not in sentence
     assert "route.shares" in sentence
 
@@ -147,7 +147,7 @@ def test_a_target_of_the_recipe_goes_before_the_share_of_prompts():
     assert ledger.starved({"math": 0.8, "code": 0.2}) is None
     sentence = ledger.starved({"math": 0.5, "code": 0.5})
     assert sentence is not None
-    assert "code has 3.0% of the gradient and a target of 50.0%" in sentence
+    assert "code has 3.0% of the gradient, and its target is 50.0%" in sentence
 
 
 def test_a_tenth_of_the_target_is_enough():

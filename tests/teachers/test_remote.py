@@ -151,7 +151,7 @@ def test_a_refusal_is_not_tried_again_and_cancels_the_other_rows(model: PreTrain
 def test_a_server_that_hangs_is_named_at_the_deadline(model: PreTrainedModel):
     with scoring_server(model) as server:
         server.manners.hangs.set()
-        with pytest.raises(TeacherError, match=r"teacher chat at .*, prompt 0/.*: no answer within 0.3 s"):
+        with pytest.raises(TeacherError, match=r"teacher chat at .*, prompt 0/.*: no response within 0.3 s"):
             score(server.url, rows(1), deadline_s=0.3)
 
 

@@ -106,7 +106,9 @@ def test_filled_in_text_is_not_filled_in_again() -> None:
 
 
 def test_a_column_that_is_missing_is_named() -> None:
-    with pytest.raises(DataError, match=r"has no column 'hint' \(only 'other'\); prompt_prefix needs text"):
+    with pytest.raises(
+        DataError, match=r"has no column 'hint' \(only 'other'\); prompt_prefix needs a string"
+    ):
         before_text(Teacher(model="m", prompt_prefix="{hint}"), prompt(other=1))
-    with pytest.raises(DataError, match="has the answer None; prompt_prefix needs text or a number"):
+    with pytest.raises(DataError, match="has the answer None; prompt_prefix needs a string or a number"):
         before_text(Teacher(model="m", prompt_prefix="{answer}"), prompt(answer=None))

@@ -63,6 +63,13 @@ def end_turns_with_padding(tokenizer: Any) -> None:
     tokenizer.chat_template = tokenizer.chat_template.replace("<eos>", "<pad>")
 
 
+def remove_the_tokenizer(folder: Path) -> dict[str, Any]:
+    path = Path(save_teacher(folder / "model", seed=1))
+    for file in path.glob("*token*"):
+        file.unlink()
+    return {"path": str(path)}
+
+
 REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "algorithm.clip_low": lambda folder: {"algorithm": {"clip_low": 1.0}},
     "train.minibatch_size": lambda folder: {"train": {"steps": 4, "prompts": 4, "minibatch_size": 17}},
@@ -75,6 +82,7 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "tasks.long.file": lambda folder: {"tasks": {"long": {"file": "x" * 300 + ".jsonl"}}},
     "rollout.top_k": lambda folder: {"rollout": {"max_new_tokens": 6, "top_k": 64}},
     "model.path": lambda folder: {"model": student(folder, add_a_token)},
+    "model.path (bare)": lambda folder: {"model": remove_the_tokenizer(folder)},
     "model.path (long)": lambda folder: {"model": {"path": "x" * 300}},
 }
 
@@ -84,6 +92,11 @@ def test_both_commands_refuse_a_recipe_at_its_key(tmp_path: Path, key: str):
     with suppress(RecipeErrors):  # of what is static
         tiny(tmp_path, **REFUSED[key](tmp_path))
     refused(tmp_path, f"{key.split()[0]}: ")
+
+
+def test_a_cluster_that_this_machine_is_too_small_for(tmp_path: Path):
+    tiny(tmp_path, runtime={"kind": "ray", "cpus": 1, "reward_workers": 2})
+    refused(tmp_path, "runtime.cpus")
 
 
 def test_tasks_share_the_prompts_of_a_step(tmp_path: Path):
@@ -96,7 +109,7 @@ def test_a_run_folder_that_can_not_be(tmp_path: Path):
     tiny(tmp_path, out=str(tmp_path / "file"))
     texts = [said("check", tmp_path), said("train", tmp_path)]
     assert texts[0] == texts[1]
-    assert f"{tmp_path / 'file'} can't be the run's folder: {tmp_path / 'file'} is a file" in texts[0]
+    assert f"{tmp_path / 'file'} can't be the run folder: {tmp_path / 'file'} is a file" in texts[0]
 
 
 def test_a_reward_of_a_batch_that_gives_one_number(tmp_path: Path):

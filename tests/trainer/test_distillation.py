@@ -337,7 +337,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "other tokens": ({"teachers": ["small", "foreign"]}, r"teachers\.foreign\.model.*'ß'"),
     "a short context": ({"teachers": [("small", {"context": 8})]}, r"teachers\.small\.context"),
     "a missing folder": ({"teachers": [("small", {"model": "nowhere/at/all"})]}, r"teachers\.small\.model"),
-    "a dead pair": ({"distill": {"divergence": "k1", "signal": "sampled"}}, "the teacher falls out"),
+    "a dead pair": ({"distill": {"divergence": "k1", "signal": "sampled"}}, "does not depend on the teacher"),
     "too many best tokens": ({"distill": {"signal": "top_k", "top_k": 5000}}, r"distill\.top_k"),
     "nobody at the url": (
         {"teachers": [("small", {"url": "http://127.0.0.1:9/v1"})]},

@@ -192,7 +192,7 @@ def test_a_pull_that_is_not_the_derivative_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("declared", "sentence"),
     [
-        ("after='rollout'", "which comes after 'rollout', expected a stage that comes after one of pad, "),
+        ("after='rollout'", "which comes after 'rollout', expected a stage after one of pad, "),
         ("after='advantages', writes=['advantage']", "did you mean advantages"),
         ("after='advantages', reads=['surprise']", "reads surprise, which no stage before it writes"),
         (

@@ -24,7 +24,7 @@ def test_a_sound_recipe_is_described(tmp_path: Path):
     found = preflight(tiny(tmp_path))
     text = "\n".join(found.findings)
     assert found.sizes[0] == "model: Qwen3ForCausalLM, 0.03M parameters, on cpu"
-    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of answer) = 352 per step"
+    assert found.sizes[1] == "tokens: up to 16 × (16 of prompt + 6 of response) = 352 per step"
     assert found.sizes[2].startswith("memory: about 0.0")
     assert "end <eos>" in text
     assert "a chat template" in text
@@ -66,7 +66,7 @@ def test_evaluation_prompts_that_are_trained_on_are_counted(tmp_path: Path):
     (tmp_path / "held_out").mkdir()
     train, held_out = rows(tmp_path, "a=", "b=", "c=", "d="), rows(tmp_path / "held_out", "b=", "e=", "b=")
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train, "eval_file": held_out}})).findings
-    told = "tasks.mine: 1 of its 2 different evaluation prompts are also training prompts"
+    told = "tasks.mine: 1 of 2 distinct evaluation prompts are also training prompts"
     assert [text for text in found if text.startswith(told)]
     found = preflight(tiny(tmp_path, tasks={"mine": {"file": train}})).findings
     assert not [text for text in found if "also training prompts" in text]

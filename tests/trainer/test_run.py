@@ -179,7 +179,7 @@ def test_a_used_folder_is_neither_overwritten_nor_resumed_as_another_run(
     train_loaded(tiny(tmp_path, "train.steps=1"), tmp_path / "run")
     with pytest.raises(PracticumError, match="--resume continues it, --fresh replaces it"):
         train_loaded(tiny(tmp_path), tmp_path / "run")
-    with pytest.raises(PracticumError, match=r"other values:\n  train\.lr: 0.001 → 0.5"):
+    with pytest.raises(PracticumError, match=r"to resume:\\n  train\.lr: 0.001 → 0.5"):
         train_loaded(tiny(tmp_path, "train.lr=0.5"), tmp_path / "run", resume=True)
     with pytest.raises(PracticumError, match="no run to resume"):
         train_loaded(tiny(tmp_path), tmp_path / "nowhere", resume=True)

@@ -22,6 +22,7 @@ SEVERAL, MANY = 5, 10
 MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
 STARVED, OVERFED = 0.1, 2.0
 _FLAT, _GRADIENT, _CUT = "groups/zero_variance", "train/grad_norm", "rollout/truncated"
+_FULL = "rollout/context_full"
 _REWARD, _SPREAD, _ENTROPY = "reward/mean", "reward/std", "train/entropy"
 _STEP = ("train/loss", _FLAT, _GRADIENT, _CUT, _REWARD, _SPREAD)
 """A row without any of these is an evaluation, or a step that trains only the critic."""
@@ -52,6 +53,8 @@ class Signal:
     max_new_tokens: int
     shares: Mapping[str, float]
     """Targets of `route.shares`."""
+    context: int | None = None
+    """rollout.context, if it is set."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Signal:
@@ -63,6 +66,7 @@ class Signal:
             recipe.is_supervised,
             recipe.rollout.max_new_tokens,
             recipe.route.shares or {},
+            recipe.rollout.context,
         )
 
 
@@ -153,10 +157,14 @@ def cut_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """Report truncated responses for several steps."""
     shares = _last(rows, _CUT, SEVERAL)
     if shares and min(shares) > MOST:
+        limit, advice = f"at rollout.max_new_tokens = {signal.max_new_tokens}", "raise it"
+        if 2 * fmean(row.get(_FULL, 0.0) for row in rows[-SEVERAL:]) > fmean(shares):
+            context = "" if signal.context is None else f" = {signal.context}"
+            limit = f"because the context was full (rollout.context{context})"
+            advice = "raise it up to the model's, lower agent.turns, or set agent.loop: compress"
         said = (
-            f"{fmean(shares):.0%} of the responses of the last {SEVERAL} steps were truncated at "
-            f"rollout.max_new_tokens = {signal.max_new_tokens}: raise it, or add the token that ends "
-            "a response to rollout.stop"
+            f"{fmean(shares):.0%} of the responses of the last {SEVERAL} steps were truncated {limit}: "
+            f"{advice}, or add the token that ends a response to rollout.stop"
         )
         yield Finding("length", said, _CUT, "finish=length")
 

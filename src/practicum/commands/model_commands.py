@@ -117,6 +117,29 @@ def evaluate(
 
 
 @app.command(no_args_is_help=True)
+def sample(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, in quotes.")],
+    task: Annotated[
+        str | None,
+        typer.Option("--task", metavar="NAME", help="Task whose prompts these are like; unset: the first."),
+    ] = None,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="The most likely tokens, nothing sampled.")
+    ] = False,
+) -> None:
+    """Show the responses of a run's model to prompts of your own.
+
+    practicum sample runs/short 'sort:4213='
+    """
+    say_loading()
+    from practicum import api
+
+    for prompt, response in zip(prompts, api.sample(run, prompts, task=task, greedy=greedy), strict=True):
+        typer.echo(response if len(prompts) == 1 else f"{prompt} → {response}")
+
+
+@app.command(no_args_is_help=True)
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a checkpoint of one.")],
     step: Annotated[

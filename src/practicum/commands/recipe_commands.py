@@ -62,8 +62,8 @@ def check(
 ) -> None:
     """Check a recipe, and summarise it on one screen.
 
-    Shows findings about files and models, changes from the defaults, and sizes. `check` refuses whatever
-    `train` would refuse.
+    Shows sizes and warnings, then changes from the defaults and findings about files and models. `check`
+    refuses whatever `train` would refuse.
 
     practicum check recipes/sort/start.yaml --set rollout.max_num_seqs=64
     """

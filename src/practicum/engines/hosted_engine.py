@@ -1,7 +1,7 @@
-"""An engine in another process. Tokens go out and come back; sessions, tools and rewards stay here.
+"""An engine in a separate process. Only tokens are exchanged. Sessions, tools and rewards stay in this
+process.
 
-With a lag, engine and learner work concurrently; in one process they would take turns at Python's
-interpreter.
+With a lag, engine and learner run concurrently. In one process, they would compete for Python's interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class HostedEngine(Engine):
-    """One of the engines of a host, by its number there; see `protocol.Engine`."""
+    """An engine of a host, by number. See `protocol.Engine`."""
 
     def __init__(self, host: Host, number: int = 0) -> None:
         self.host, self._number = host, number

@@ -1,4 +1,4 @@
-"""How an engine is made: `EngineKind` is what a kind of engine offers, `table.ENGINES` has all kinds."""
+"""Creation of engines: the interface `EngineKind`, which each kind in `table.ENGINES` implements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WeightSource = Callable[[], tuple[Weights, int]]
 
 @dataclass(slots=True)
 class HeldWeights:
-    """The weights of a teacher that is a copy of the student, or None until it has taken any."""
+    """The weights of a teacher that is a copy of the student, or None before the first update."""
 
     weights: dict[str, Tensor] | None = None
     version: int = 0
@@ -30,26 +30,26 @@ class HeldWeights:
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A model that is only scored with: how it is loaded, the adapters on it, and the sizes it must have."""
+    """Settings of a model that only scores: source, adapters and required sizes."""
 
     key: str
     """Its section of the recipe, such as teachers.math."""
     spec: Model
     seed: int
     settings: Teacher
-    """Of several teachers on one base, those of the first."""
+    """Settings of the first of several teachers on one base."""
     model_key: str
     """The key that names the model's folder, for errors."""
     about: str
-    """The model in a phrase, for errors."""
+    """Description of the model, for errors."""
     batch_tokens: int
     context: int | None
-    """Longest sequence of the teachers that limit it, or None if one does not."""
+    """Maximum sequence length that the teachers set, or None if one sets none."""
     top_k: int
     adapters: Sequence[SavedAdapter] = ()
-    """Each once."""
+    """Distinct adapters."""
     student: PreTrainedModel | None = None
-    """The student in this process, if the model is a copy of it or may be its base."""
+    """The student in this process, if the model is a copy or the base of it."""
     held: HeldWeights | None = None
     """Set for a copy of the student."""
 
@@ -58,30 +58,30 @@ class EngineKind(Protocol):
     """One kind of engine."""
 
     shares_model: bool
-    """True if it computes with the model object it is given, so that a lag needs copies of the model."""
+    """True if it uses the given model object, so that a lag needs copies of the model."""
     module: str
-    """The package that it imports, and how to `install` it."""
+    """The package that it imports, and the command that installs it."""
     install: str
     hosts_lag: bool
-    """True if engines that sample beside a learner on the CPU belong in a separate process."""
+    """True if engines that sample next to a learner on the CPU need a separate process."""
     runs_states: bool
-    """True if it was tried with layers that carry a state."""
+    """True if it supports recurrent layers."""
 
     def for_rollout(
         self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
     ) -> Engine:
         """Return the engine that samples the responses of the student from `path`, with its current weights.
 
-        An engine with its own weights takes those of `weights`, now and whenever it wakes.
+        An engine with separate weights loads those of `weights`, immediately and at each wake-up.
         """
         ...
 
     def share_order(self, engines: Sequence[Engine]) -> None:
-        """Have engines of one process take turns, where they compete for its cores."""
+        """Make engines of one process take turns if they compete for its cores."""
         ...
 
     def merges_adapter(self, model: PreTrainedModel) -> bool:
-        """Return True if it takes this model's adapter only merged into the weights."""
+        """Return True if it supports this model's adapter only when merged into the weights."""
         ...
 
     def adapter_problem(self, saved: SavedAdapter, family: str) -> str | None:
@@ -93,5 +93,5 @@ class EngineKind(Protocol):
         ...
 
     def in_own_process(self, model: FrozenModel, own: Own) -> list[Engine]:
-        """Return engines in separate processes, which load the model concurrently: see `ready`."""
+        """Return engines in separate processes, which load the model concurrently. Call `ready` on each."""
         ...

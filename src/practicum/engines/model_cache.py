@@ -1,6 +1,6 @@
-"""Colocated models, and where they are while they sleep: on their device, in the host's memory, or on disk.
+"""Keep sleeping colocated models on their device, in host memory or on disk.
 
-The ones that were used last stay on the device.
+The most recently used models stay on the device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Level = Literal["device", "host", "disk"]
 
 
 class ModelCache:
-    """Wakes one model at a time, whichever threads ask, and keeps the sleeping ones within `budget` bytes.
+    """Wakes one model at a time, from any thread, and keeps sleeping models within `budget` bytes.
 
-    What goes beyond the budget is moved: on a CPU to disk, else to the host's memory. Without a budget all
-    stay where they are on a CPU, and none on another device.
+    Models beyond the budget are moved: on a CPU to disk, else to host memory. Without a budget, all stay in
+    place on a CPU, and none stay on another device.
     """
 
     def __init__(self, models: Mapping[str, Sleeper], budget: float | None) -> None:
@@ -30,21 +30,21 @@ class ModelCache:
         self._budget = budget
         self._turn = threading.Lock()
         self._order: list[str] = []
-        """Names, the one used last at the end."""
+        """Names, ordered from least to most recently used."""
         self._level: dict[str, Level] = {}
         self.wakes: dict[str, int] = dict.fromkeys(self._models, 0)
         for name in models:
             self._put_to_sleep(name)
 
     def level(self, name: str) -> Level:
-        """Return where a sleeping model's weights are."""
+        """Return the location of a sleeping model's weights."""
         return self._level[name]
 
     @contextmanager
     def awake(self, name: str) -> Iterator[None]:
-        """Keep the model awake in the block, and put it to sleep after it, even after an error.
+        """Keep the model awake inside the context, and put it to sleep afterwards, even after an error.
 
-        An error in the block is the one that surfaces, even if the model can't be put to sleep after it.
+        If putting it to sleep fails too, the error of the context is raised.
         """
         with self._turn:
             self.wakes[name] += 1
@@ -64,17 +64,17 @@ class ModelCache:
             self._put_to_sleep(name)
 
     def _put_to_sleep(self, name: str) -> None:
-        """Put it to sleep, then move the least recently used ones until the budget holds."""
+        """Put it to sleep, then move the least recently used models until the rest fit the budget."""
         self._models[name].sleep()
         self._order = [*(other for other in self._order if other != name), name]
         self._level[name] = "device"
         self._make_room()
 
     def _make_room(self, waking: str | None = None) -> None:
-        """Move the models on the device that do not fit the budget, counted from the one used last.
+        """Move models off the device that do not fit the budget, counting from the most recently used.
 
-        One that is too large for what is left takes no room from those used before it. The one that is
-        about to wake comes first.
+        A model that is too large for the remaining budget is skipped. The model that is about to wake has
+        priority.
         """
         beyond, used = [], 0 if waking is None else self._sizes[waking]
         for name in reversed(self._order):

@@ -1,4 +1,4 @@
-"""What every engine offers: tokens in, tokens out. Text is made for people only."""
+"""The interface of engines: tokens in, tokens out. Text is for people only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. A generation ends at a stop token (which is kept) or after max_new_tokens."""
+    """Sampling settings. A generation ends at a stop token (which is kept) or after max_new_tokens."""
 
     max_new_tokens: int
     stop: frozenset[int]
@@ -31,9 +31,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """What the randomness of a generation is a function of, together with the token's position in it.
+    """Identity of a generation, which together with the token position determines its randomness.
 
-    So a sample does not depend on what else is in the batch, on order or on time.
+    So a sample does not depend on the rest of the batch, on order or on time.
     """
 
     seed: int
@@ -44,20 +44,21 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One answer to sample. Requests with equal prompts, images and experts share the prompt's work."""
+    """A request for a response. Requests with equal prompts, images and experts share the prompt's
+    computation."""
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     counter: Counter
     images: Images | None = None
     experts: Tensor | None = None
-    """MoE models: experts [n, L, E] of the first tokens (`Generation.experts`), which take them again."""
+    """For MoE models, experts [n, L, E] of the first tokens (`Generation.experts`), which are replayed."""
     keep: bool = False
-    """A later prompt is likely to begin with this one and its answer: an engine may keep what it computed.
-    The answer is the same."""
+    """True if a later prompt is likely to extend this prompt and its response, so that the engine may cache
+    it. Does not change the response."""
 
     def check(self, vocab: int, context: int) -> None:
-        """Raise an EngineError if an engine of these sizes can't do it."""
+        """Raise EngineError if an engine of these sizes can't serve the request."""
         sampling, length = self.sampling, len(self.prompt_ids)
         _check_ids(self.prompt_ids, "prompt", vocab)
         for name, is_good, expected in (
@@ -72,20 +73,21 @@ class GenerateRequest:
         if length + sampling.max_new_tokens > context:
             raise EngineError(
                 f"a prompt of {length} tokens and max_new_tokens {sampling.max_new_tokens} do not fit the "
-                f"engine's context of {context} tokens: shorten one of them, or make the engine with a "
+                f"engine's context of {context} tokens: shorten one of them, or create the engine with a "
                 "longer context"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """What is asked of a sequence beside the logprobs of its tokens."""
+    """Scores to compute in addition to the logprobs of the tokens."""
 
     top_k: int = 0
     hidden: bool = False
     temperature: float = 1.0
     vocab: int | None = None
-    """Outputs from here on do not count: some models have more outputs than tokens. None: all count."""
+    """Ignore outputs from this index on, because some models have more outputs than tokens. None means
+    none."""
 
 
 LOGPROBS_ONLY = ScoreOptions()
@@ -93,24 +95,24 @@ LOGPROBS_ONLY = ScoreOptions()
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A whole token sequence, unpadded, of which ids[start:] are scored; images come before `start`."""
+    """An unpadded token sequence, of which ids[start:] are scored. Images must precede `start`."""
 
     ids: Sequence[int]
     start: int
     name: str = ""
-    """For errors, such as "prompt 3/session 1/trajectory 0"."""
+    """Name for errors, such as "prompt 3/session 1/trajectory 0"."""
     images: Images | None = None
     adapter: str | None = None
-    """Of a model with several adapters, the one that scores it; None: the base alone."""
+    """The adapter that scores it, for a model with several. None means the base."""
 
     def check(self, options: ScoreOptions, vocab: int, longest: int, max_top_k: int | None = None) -> None:
-        """Raise an EngineError if an engine of these sizes can't do it."""
+        """Raise EngineError if an engine of these sizes can't serve the request."""
         ids, start, outputs = self.ids, self.start, min(options.vocab or vocab, vocab)
         _check_ids(ids, "sequence to score", vocab)
         if not 1 <= start <= len(ids):
-            raise EngineError(f"can't score {len(ids)} tokens from {start} on: start is 1 to {len(ids)}")
+            raise EngineError(f"can't score from token {start}: start must be 1 to {len(ids)}")
         if len(ids) > longest:
-            raise EngineError(f"{len(ids)} tokens to score, the engine has room for {longest}")
+            raise EngineError(f"a sequence of {len(ids)} tokens exceeds the engine's maximum of {longest}")
         if max(ids[start:], default=0) >= outputs:
             raise EngineError(f"the tokens to score have ids outside of 0 to {outputs - 1}, the vocabulary")
         if not 0 <= options.top_k <= (most := min(outputs, max_top_k or outputs)):
@@ -128,34 +130,35 @@ def _check_ids(ids: Sequence[int], what: str, vocab: int) -> None:
 
 @dataclass(slots=True)
 class Generation:
-    """What the engine sampled. All tensors are on the CPU, and [R] where nothing else is said."""
+    """A sampled response. Tensors are on the CPU, with shape [R] unless noted."""
 
     tokens: Tensor
     logprobs: Tensor
-    """Under the distribution that was really sampled from (temperature and cuts applied; greedy: T = 1)."""
+    """Logprobs under the sampling distribution, with temperature and truncation (greedy: temperature 1)."""
     plain_logprobs: Tensor
-    """Under the model's own distribution: temperature 1, nothing cut."""
+    """Logprobs under the model's distribution, at temperature 1 without truncation."""
     finish: Finish
     version_min: int
     version_max: int
     experts: Tensor | None = None
-    """MoE models: experts that each input token took [P + R - 1, L, E]; the last token was no input."""
+    """For MoE models, the experts of each input token [P + R - 1, L, E]. The last token was no input."""
     shared: int = 0
-    """How many of its tokens were computed for another generation that was equal so far."""
+    """Number of its tokens that the engine computed for another generation with equal tokens so far."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """What a model says of given tokens from position `start` on. All on the CPU, float32 but the ids."""
+    """Scores of given tokens from position `start` on. On the CPU, float32 except the ids."""
 
     logprobs: Tensor
-    """Of the tokens themselves [R]."""
+    """Logprobs of the tokens [R]."""
     topk_ids: Tensor | None
     topk_logprobs: Tensor | None
-    """The most likely tokens of each position and their logprobs, best first [R, K]."""
+    """The most likely tokens at each position and their logprobs, in descending order [R, K]."""
     version: int
     hidden: Tensor | None = None
-    """Last hidden state that predicts each token [R, H]: with the output head, the whole distribution."""
+    """Last hidden states that predict each token [R, H]. The output head turns them into full
+    distributions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,87 +178,88 @@ class Generates(Protocol):
 
 
 class Scorer(Protocol):
-    """A model that scores tokens, here or elsewhere. What an implementation leaves out has no effect."""
+    """A model that scores tokens, local or remote. Methods that are not overridden have no effect."""
 
     def ready(self) -> None:
-        """Wait until it can work; if it can't, nothing of it stays behind."""
+        """Wait until it is ready. On failure, release all resources."""
 
     async def score(self, request: ScoreRequest, options: ScoreOptions = LOGPROBS_ONLY) -> Scores:
-        """Return logprobs of ids[start:], each given all before it, and what the options ask for."""
+        """Return logprobs of ids[start:], each given its predecessors, and the scores in `options`."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one response."""
-        raise EngineError("this model scores answers, and samples none")
+        raise EngineError("this model only scores and can't sample responses")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take these weights; what was computed with older ones is never used again."""
-        raise EngineError("this model does not take weights")
+        """Load these weights, and discard everything computed with older ones."""
+        raise EngineError("this model can't load weights")
 
     def head(self) -> OutputHead:
-        """Return the output head, which with hidden states makes the whole distribution."""
+        """Return the output head, which turns hidden states into distributions."""
         raise EngineError("this engine has no output head: use engine torch, or another distill.signal")
 
     @property
     def threads(self) -> int:
-        """Threads that compute in other processes."""
+        """Number of compute threads in other processes."""
         return 0
 
     def describe(self) -> list[str]:
-        """Return sentences for the log: separate processes, devices other than the CPU, warnings."""
+        """Return messages for the log: separate processes, devices other than the CPU, warnings."""
         return []
 
     def abort(self, why: str) -> None:
-        """End the engine's process after a missed deadline, if it has one."""
+        """Kill the engine's process, if any, after a missed deadline."""
 
     def close(self) -> None:
-        """Stop; open requests fail with an EngineError."""
+        """Stop. Open requests fail with EngineError."""
         ...
 
 
 class Sleeper(Protocol):
-    """A model that works between `wake` and `sleep`; awake when it is made."""
+    """A model that can be used between `wake` and `sleep`. It starts awake."""
 
     owns_weights: bool = True
-    """False if others compute with the same weights, so that they stay where they are."""
+    """False if other models share the weights, which then stay in place."""
 
     @property
     def on_cpu(self) -> bool:
-        """True if its memory is the host's, or if it holds none while it sleeps."""
+        """True if its memory is host memory, or if it holds none while asleep."""
         return True
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the weights that nobody else uses."""
+        """Bytes of weights that are not shared."""
         return 0
 
     def wake(self) -> None:
-        """Be ready again, with the weights as they were."""
+        """Become ready again, with the same weights."""
         ...
 
     def sleep(self) -> object:
-        """Free memory until `wake`; an engine returns what it freed. Using it meanwhile is an EngineError."""
+        """Free memory until `wake`. Engines return the freed bytes. Using a sleeping engine is an
+        EngineError."""
         ...
 
     def offload(self, where: OffloadTarget) -> object:
-        """Move the weights of a sleeping model to the host's memory or to disk, if they are its own."""
+        """Move the weights of a sleeping model to host memory or disk, unless they are shared."""
 
 
 class Engine(Scorer, Sleeper, Protocol):
-    """A model that samples and scores. `generate` and `score` are coroutines of one event loop."""
+    """A model that samples and scores. `generate` and `score` must run on one event loop."""
 
     version: int
     model: Any = None
-    """The model object that it computes with, if that is in this process."""
+    """The model object, if it is in this process."""
 
     def sleep(self) -> Memory: ...
 
     def memory(self) -> Memory:
-        """Return the bytes it holds."""
+        """Return the bytes that it holds."""
         ...
 
     def fingerprint(self) -> Tensor:
-        """Return logprobs of a fixed token sequence, `models.fingerprint`, to compare with the learner's.
+        """Return logprobs of the fixed token sequence of `models.fingerprint`, to compare with the learner's.
 
         It is long enough to expose a stale prefix cache.
         """

@@ -28,10 +28,12 @@ class SharedWeights:
 
 @contextmanager
 def shared_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedWeights]:
-    """Write weights to memory, where they stay inside the block."""
+    """Write weights to shared memory, where they stay inside the context."""
     tensors = {name: weight.detach().cpu() for name, weight in weights}
     for name, tensor in tensors.items():
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # all that it is a view of would be written
+        if (
+            tensor.untyped_storage().nbytes() != tensor.nbytes
+        ):  # a view would be written with its whole storage
             tensors[name] = tensor.clone()
     is_linux = sys.platform == "linux"
     with os.fdopen(os.memfd_create("weights"), "wb") if is_linux else NamedTemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""The kinds of engines by their names in recipes. A new engine is a folder and a line here."""
+"""The kinds of engines by name. To add one, write a folder and a line here."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from practicum.models.model_files import (
     read_config,
     read_tokenizer,
     require_model_folder,
+    require_tokenizer,
 )
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.state_layers import KNOWN_LAYERS, add_seam, unknown_layers
@@ -55,6 +56,7 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
     assert source is not None
     if spec.tokenizer is None:
         require_model_folder(source)
+        require_tokenizer(source, "model.path")
     key = "model.tokenizer" if spec.tokenizer else "model.path"
     with must_read(source, key, "a tokenizer in HuggingFace format"):
         tokenizer = read_tokenizer(source)

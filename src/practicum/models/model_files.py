@@ -32,6 +32,8 @@ from practicum.models.vision import is_vision
 
 KEPT = 192
 """How many are remembered."""
+_TOKENIZERS = "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
+"""Names of tokenizers' files."""
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
@@ -58,6 +60,15 @@ def require_model_folder(source: str, key: str = "model.path") -> None:
     if looks_local and not os.path.isfile(folder / _CONFIG):
         expected = "a folder with config.json and weights, a run folder or a checkpoint"
         raise RecipeError(key, source, expected, "train the recipe that makes it first, or check the path")
+
+
+def require_tokenizer(source: str, key: str) -> None:
+    """Require that a model's folder has a tokenizer; a hub name is left to the hub. `key` names the model."""
+    folder = Path(source).expanduser()
+    if os.path.isdir(folder) and not any(path for name in _TOKENIZERS for path in folder.glob(name)):
+        other = f"{key.rpartition('.')[0]}.tokenizer"
+        advice = f"set {other} to the folder or hub name of its tokenizer, or save the tokenizer there"
+        raise RecipeError(key, f"{source}, which has no tokenizer", "a model with its tokenizer", advice)
 
 
 def read_tokenizer(source: str) -> PreTrainedTokenizerBase:

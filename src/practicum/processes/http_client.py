@@ -59,7 +59,7 @@ class Client:
         self.url = spec.url.rstrip("/")
         self.deadline_s = spec.deadline_s
         self._concurrency = spec.concurrency
-        self._headers = _headers(path, spec.api_key_env)
+        self._key_variable, self._headers = spec.api_key_env, _headers(path, spec.api_key_env)
         self._busy = OpenTime()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx2.AsyncClient | None = None
@@ -121,9 +121,12 @@ class Client:
         except Refused as refusal:
             found = f"a server that rejects {what} with status {refusal.status} ({refusal.message})"
             if refusal.status in (401, 403):
-                name = "set it to the environment variable with the server's key"
+                advice = "set it to the environment variable with the server's key"
+                if self._key_variable is not None:
+                    found = f"the key in {self._key_variable}, and {found}"
+                    advice = f"export {self._key_variable}=… with a key of the server"
                 key = f"{self.path}.api_key_env"
-                raise RecipeError(key, found, "a key that it accepts", name) from refusal
+                raise RecipeError(key, found, "a key that it accepts", advice) from refusal
             raise RecipeError(f"{self.path}.url", found, self.expected, advice) from refusal
         except Unusable as error:
             raise RecipeError(f"{self.path}.url", str(error), self.expected, advice) from error
@@ -183,6 +186,8 @@ class Client:
                         raise Refused(self.problem(about, why), response.status_code, why) from error
                 message = message_of(response.text)
                 why = f"status {response.status_code}: {message}"
+                if response.status_code in (401, 403) and self._key_variable is not None:
+                    why += f" (the key is in {self._key_variable})"
                 if response.status_code != 429 and response.status_code < 500:
                     raise Refused(self.problem(about, why), response.status_code, message)
                 retry_after = _retry_after(response)

@@ -87,7 +87,7 @@ def _file(folder: Path, written: str) -> Path | None:
 def _function_file(folder: Path, written: str) -> Path | None:
     """Return the file of a function's module, ignoring the standard library."""
     inside, module, _ = split_function(written) or ("", "", "")
-    if not inside and module.partition(".")[0] in sys.stdlib_module_names:
+    if not inside and (module == "__main__" or module.partition(".")[0] in sys.stdlib_module_names):
         return None
     return module_file(Path(os.path.normpath(folder / inside)), module)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from practicum.errors import RecipeError
@@ -16,6 +18,9 @@ from practicum.user_code import error_line, frames
 _USE = re.compile(r"(?:(?P<folder>.*)/)?(?P<module>\w+(?:\.\w+)*):(?P<name>\w+)")
 _used_folders: set[Path] = set()
 """Folders from which functions were imported."""
+_MAIN = "__main__"
+_passed: dict[str, Any] = {}
+"""Functions of a script or notebook, which other processes can't import, by their name in recipes."""
 
 
 def split_function(use: str) -> tuple[str, str, str] | None:
@@ -29,6 +34,47 @@ def module_file(folder: Path, module: str) -> Path | None:
     """Return the file of a module in a folder, or None."""
     stem = folder.joinpath(*module.split("."))
     return next((f for f in (stem.with_suffix(".py"), stem / "__init__.py") if f.is_file()), None)
+
+
+def name_function(function: Any) -> str:
+    """Return the name of a function in a recipe: package.module:function if any process can import it.
+
+    Others (of a script or notebook, lambdas, closures) are kept in this process as __main__:function.
+    """
+    made_of = getattr(function, "run", function)  # a stage is an object that holds its function
+    name, module_name = getattr(made_of, "__qualname__", type(made_of).__name__), str(made_of.__module__)
+    if module_name != _MAIN and getattr(sys.modules.get(module_name), name, None) is function:
+        file = Path(getattr(sys.modules[module_name], "__file__", None) or "").absolute()
+        roots = [folder for folder in file.parents if module_file(folder, module_name) == file]
+        if not roots or roots[0] in map(Path, sysconfig.get_paths().values()):
+            return f"{module_name}:{name}"
+        return f"{roots[0]}/{module_name}:{name}"
+    plain = use = f"{_MAIN}:{re.sub(r'[^0-9A-Za-z_]', '', name.rpartition('.')[2]) or 'function'}"
+    number = 1
+    while not _is_same(_passed.setdefault(use, function), function):
+        number += 1
+        use = f"{plain}_{number}"
+    return use
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True for a function and its copy: a notebook's cell that runs again defines another one."""
+    if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
+        return one is other
+    codes, settings = ([f.__code__ for f in (one, other)], [repr(f.__defaults__) for f in (one, other)])
+    is_closure = one.__closure__ is not None or other.__closure__ is not None
+    copied = codes[0] == codes[1] and settings[0] == settings[1] and one.__globals__ is other.__globals__
+    return one is other or (copied and not is_closure)
+
+
+def passed_functions(recipe: str) -> dict[str, Any]:
+    """Return the functions in a recipe, as JSON, that other processes must be passed, by their names."""
+    return {use: function for use, function in _passed.items() if f'"{use}"' in recipe}
+
+
+def take_functions(functions: Mapping[str, Any]) -> None:
+    """Make another process's `passed_functions` known in this one."""
+    _passed.update(functions)
 
 
 def import_function(use: str, path: str) -> Callable[..., Any]:
@@ -48,12 +94,22 @@ def import_object(use: str, path: str, what: str = "name") -> Any:
     if parts is None:
         raise RecipeError(path, repr(use), f"package.module:{what}", meant(use, ()))
     folder, module_name, attribute = parts
+    if module_name == _MAIN:
+        return _of_script(use, attribute, path)
     module = _import(module_name, Path(folder).absolute(), use, path)
     if not hasattr(module, attribute):
         near = get_close_matches(attribute, vars(module), n=1)
         hint = f"did you mean {module_name}:{near[0]}?" if near else ""
         raise RecipeError(path, repr(use), f"a {what} of module {module_name}", hint)
     return getattr(module, attribute)
+
+
+def _of_script(use: str, name: str, path: str) -> Any:
+    """Return a function of this process's script or notebook, and keep it for other processes."""
+    if use not in _passed and not hasattr(sys.modules[_MAIN], name):
+        hint = "run it there, or put the function into a module: package.module:function"
+        raise RecipeError(path, repr(use), "a function of the script or notebook that is running", hint)
+    return _passed.setdefault(use, getattr(sys.modules[_MAIN], name, None))
 
 
 def _import(module_name: str, folder: Path, use: str, path: str) -> Any:

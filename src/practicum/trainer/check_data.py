@@ -19,6 +19,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.sessions.attempts import MESSAGES
 from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
+from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.builtin import TASKS, find_kind
 from practicum.tasks.messages import user
 from practicum.tasks.prompt_order import share_places
@@ -243,6 +244,24 @@ def tokenizer_problems(
     else:
         if uses_chat and tokenizer.chat_template and not recipe.demonstrates:
             yield from _turn_end(tokenizer, stop)
+
+
+def hidden_tools(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield a warning if chats don't show the recipe's tools to the model."""
+    tools = Toolbox(recipe.agent.tools)
+    if not tools.tools or not tokenizer.chat_template:
+        return
+    starts = SessionStart([]), SessionStart([], tools=tools.schemas)
+    try:
+        without, shown = (Chat(tokenizer, start, []).render([user("8+9?")]) for start in starts)
+    except EngineError:  # prompts that the template refuses are named with their rows
+        return
+    if without == shown:
+        names = ", ".join(tool.name for tool in tools.tools)
+        yield (
+            f"the chat template does not render tools, so the model does not see {names}: describe "
+            "agent.tools in tasks.NAME.system, or use a tokenizer whose template renders them"
+        )
 
 
 def _without_embedding(tokenizer: PreTrainedTokenizerBase, width: int) -> list[str]:

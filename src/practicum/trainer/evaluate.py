@@ -14,11 +14,14 @@ from rich.console import Console
 
 from practicum.checks.watch import Watch
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.ragged import Columns
 from practicum.engines.protocol import Sampling
 from practicum.errors import PracticumError, RecipeError
+from practicum.models.load_model import load_tokenizer
 from practicum.observe.text import say, score_table
 from practicum.recipe.load_recipe import LoadedRecipe
-from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.recipe import Recipe, RewardFunction
+from practicum.recipe.schema.runtime_section import Runtime
 from practicum.roles.stage_table import evaluation_plan
 from practicum.runtime.start_roles import Roles, loading, start_roles
 from practicum.sessions.attempts import Attempt
@@ -84,7 +87,7 @@ def evaluate_recipe(
     """
     console = Console(quiet=quiet)
     if model is not None:
-        loaded = replace(loaded, recipe=_with_model(loaded.recipe, model))
+        loaded = replace(loaded, recipe=with_model(loaded.recipe, model))
     elif RunFolder(trained := folder_of(loaded.recipe)).is_used:
         hint = f"the recipe's initial model; use --model {trained} for the trained one"
         say(hint, console)
@@ -114,7 +117,7 @@ def evaluate_recipe(
 def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
     """Return scores and responses of the recipe's model, or of the model in this folder."""
     if model is not None:
-        recipe = _with_model(recipe, str(model))
+        recipe = with_model(recipe, str(model))
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"lag": 0})})
     roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
     try:
@@ -123,7 +126,47 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
         roles.close()
 
 
-def _with_model(recipe: Recipe, model: str) -> Recipe:
+def sample_model(
+    recipe: Recipe, prompts: Sequence[str], task: str | None = None, *, greedy: bool
+) -> list[str]:
+    """Return the model's response to each prompt, as text, in a session of the recipe's loop.
+
+    The prompts are read as those of `task`, by default the first one. Nothing is scored.
+    """
+    names = list(recipe.tasks)
+    if (name := task or names[0]) not in names:
+        raise PracticumError(f"task {name}: the recipe has {', '.join(names)}")
+    reward = recipe.reward.model_copy(update={"functions": [RewardFunction(use="exact")], "models": {}})
+    read_as = recipe.tasks[name].model_copy(update={"rewards": None})
+    runtime, rollout = Runtime(threads=recipe.runtime.threads), recipe.rollout.model_copy(update={"lag": 0})
+    update = {"reward": reward, "tasks": {name: read_as}, "teachers": {}, "distill": None}
+    recipe = recipe.model_copy(update=update | {"runtime": runtime, "rollout": rollout})
+    roles = start_roles(recipe, evaluation_plan(), Watch(recipe.checks, say))
+    try:
+        sampling = Sampling(rollout.max_new_tokens, roles.stop, greedy=True)
+        if not greedy:
+            drawn = replace(sampling, greedy=False, temperature=rollout.temperature)
+            sampling = replace(drawn, top_p=rollout.top_p, top_k=rollout.top_k)
+        asked = [Prompt(i, name, name, text, None, {}, 0, i) for i, text in enumerate(prompts)]
+        with roles.weights(0, 0):
+            batch = roles.eval_rollouts[0].rollout(
+                [Attempt(prompt, 0, sampling) for prompt in asked], EVAL, seed=recipe.seed
+            )
+        if failed := next((tags.failure for tags in batch.tags if tags.failure), None):
+            raise PracticumError(f"a session failed: {failed}")
+        tokenizer = load_tokenizer(recipe.model)
+        responses = Columns("sample", roles.store.get(batch, ["response_ids"])).ragged("response_ids")
+        texts = {
+            key.prompt: str(tokenizer.decode(responses[i], skip_special_tokens=True))
+            for i, key in enumerate(batch.keys)  # the last trajectory of each session stays
+        }
+        return [texts[prompt.uid] for prompt in asked]
+    finally:
+        roles.close()
+
+
+def with_model(recipe: Recipe, model: str) -> Recipe:
+    """Return the recipe with another student: a folder, a hub name, a run or a checkpoint."""
     spec = recipe.model.model_copy(update={"path": model, "random_init": None, "lora": None})
     return recipe.model_copy(update={"model": spec})
 

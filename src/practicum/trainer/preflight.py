@@ -41,7 +41,7 @@ from practicum.tasks.stream import LeftOut
 from practicum.teachers.check_routes import check_routes
 from practicum.teachers.load_teachers import base_spec, probe_servers
 from practicum.teachers.teacher_checks import check_bases, check_teachers, longest_prompts
-from practicum.trainer.check_data import check_data, tokenizer_problems
+from practicum.trainer.check_data import check_data, hidden_tools, tokenizer_problems
 from practicum.trainer.probe_teachers import probe_teachers
 from practicum.trainer.run_folder import choose_folder, folder_of, require_possible
 from practicum.trainer.saver import crash_cost
@@ -105,7 +105,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
     require_extras(recipe)
     findings = check_parts(recipe)
     if recipe.on_ray:
-        findings += check_cluster(recipe)
+        findings += check_cluster(recipe, make_plan(recipe, known_traits(recipe.model)))
     else:  # on Ray, programs run next to the engines
         require_sandbox(recipe.agent.tools)
     find_loop(recipe.agent.loop)
@@ -146,6 +146,13 @@ def check_without_models(recipe: Recipe) -> Preflight:
     by_rewards_alone = recipe.uses_reward and recipe.distill is None
     replays = recipe.rollout.engine_traits.reports_experts
     warnings = _warnings(recipe.model, recipe.train, replays=replays, by_rewards_alone=by_rewards_alone)
+    warnings += [
+        f"the vocabulary of teacher {name} is not compared with the student's, and scores of other tokens "
+        f"teach nonsense: set teachers.{name}.tokenizer to the folder or hub name of its tokenizer"
+        for name, teacher in recipe.teachers.items()
+        if teacher.url is not None and teacher.tokenizer is None
+    ]
+    warnings += hidden_tools(recipe, tokenizer) if data.uses_chat else ()
     return Preflight(findings, data.left_out, longest, warnings)
 
 

@@ -76,14 +76,20 @@ def compare(student_MV: Tensor, teacher_MV: Tensor, top_k: int, scores: tuple[fl
 
 
 def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the lines of a table of all teachers that can be loaded on this machine, and warnings."""
+    """Return the lines of a table of all teachers that can be loaded on this machine, and warnings.
+
+    Teachers that can't be compared with the student are loaded too, to refuse models that can't teach.
+    """
     specs = {
         name: teacher.model_copy(update={"placement": "colocated"})
         for name, teacher in recipe.teachers.items()
         if teacher.url is None and teacher.adapter is None and teacher.engine == "torch"
     }
+    if not specs or recipe.on_ray:
+        return [], []
     several_turns, vision = recipe.agent.loop != "single_turn", traits_of(model.config.to_dict()).vision
-    if not specs or recipe.distill is None or recipe.on_ray or several_turns or vision:
+    if recipe.distill is None or several_turns or vision:
+        load_teachers(specs, None, recipe.runtime, recipe.model, recipe.seed, model).close()
         return [], []
     stream = make_stream(recipe.tasks, recipe.seed, needs_answer=recipe.tasks_needing_answer)
     prompts: dict[str, list[Prompt]] = {}

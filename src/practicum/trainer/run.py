@@ -52,7 +52,7 @@ from practicum.trainer.window import make_sampling
 LEDGER_WIDTH = 150
 """Width of the table of teachers, also if the output is not a terminal."""
 OnStep = Callable[[dict[str, Any]], object]
-"""Callback that receives each row of metrics.jsonl after it is written."""
+"""Callback that receives each row of metrics.jsonl after it is written. If it returns True, the run ends."""
 
 
 def train_loaded(
@@ -153,6 +153,7 @@ class Trainer:
         self.failures = Failures(view.say, folder.log)
         self.learning = LearningWatch(Signal.of(recipe))
         self._to_warn_of = list(checked.warnings)
+        self._is_enough = self._loop_rewards = False  # on_step has returned True; a loop returns rewards
         self._began = time.monotonic()
 
     def begin(self, changes: Sequence[Change] = (), findings: Sequence[str] = ()) -> None:
@@ -213,7 +214,7 @@ class Trainer:
         if progress.pending:
             self._complete_step()
         self.saver.mark(self.progress, self._elapsed())
-        while progress.step < self.recipe.train.steps and not interrupt.asked:
+        while progress.step < self.recipe.train.steps and not (interrupt.asked or self._is_enough):
             score = (progress.last_eval or progress.first_eval).get("eval/greedy", -math.inf)
             if goal is not None and score >= goal:
                 break
@@ -238,6 +239,7 @@ class Trainer:
             self._elapsed(),
             tuple(self.failures.summary()),
             tuple(self.view.warnings),
+            interrupt.asked,
             interrupt.number,
         )
 
@@ -313,7 +315,7 @@ class Trainer:
         self.view.step(number, metrics)
         self._warn(self.learning.note(metrics))
         if self.on_step is not None:
-            self.on_step(row)
+            self._is_enough = self.on_step(row) is True
 
     def _warn(self, sentences: Iterable[str], *, is_new: bool = True) -> None:
         for sentence in sentences:
@@ -322,6 +324,11 @@ class Trainer:
                 self.folder.log(f"warning: {sentence}")
 
     def _note_rolled(self, sampled: SampledStep) -> None:
+        if not self._loop_rewards and any(t.loop_reward is not None for b in sampled.rolled for t in b.tags):
+            self._loop_rewards = True
+            replaced = ["reward.functions", *(["reward.models"] if self.recipe.reward.models else [])]
+            names = " and ".join(replaced)
+            self._report(f"agent.loop returns rewards: they replace {names}, which don't score its sessions")
         for batch in sampled.rolled:
             self.failures.note(batch)
             self.samples.rolled_out(sampled.number, batch, sampled.rollout.prompts)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from practicum.errors import PracticumError, RecipeError
-from practicum.observe.records.json_files import read_rows
+from practicum.observe.records.json_files import read_rows, read_versions
 from practicum.recipe.derived import EXPORTED, adapter_folder
-from practicum.recipe.load_recipe import LoadedRecipe
+from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.trainer.checkpoints import Checkpoints, is_checkpoint, unreadable
 from practicum.trainer.run_folder import RunFolder, follow_umask
@@ -42,17 +42,14 @@ class Run:
     """Messages with the counts of failed sessions by reason."""
     warnings: tuple[str, ...] = ()
     """Warnings about why the run may not have learned."""
+    interrupted: bool = False
+    """True if the run was stopped early. --resume continues it."""
     signal: int | None = None
     """The signal that stopped the run early: SIGINT or SIGTERM."""
 
     @property
     def name(self) -> str:
         return self.recipe.name
-
-    @property
-    def interrupted(self) -> bool:
-        """True if the run was stopped early. --resume continues it."""
-        return self.signal is not None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -83,6 +80,33 @@ class Run:
     def __repr__(self) -> str:
         state = "stopped" if self.interrupted else "done"
         return f"<Run {self.name}: {state}, {self.steps} steps, {self.folder}>"
+
+
+def open_run(path: str | Path) -> Run:
+    """Return the run of a folder, as `train` returned it, or as far as it is.
+
+    It has no `failures` and no `signal`, which no file holds.
+    """
+    folder = RunFolder(Path(path))
+    if not folder.is_used:
+        raise PracticumError(f"{path} is no run folder: give what `train` wrote, such as runs/NAME")
+    rows, log = read_rows(folder.path / "metrics.jsonl"), folder.path / "log.txt"
+    evaluations = [
+        scores for row in rows if (scores := {n: x for n, x in row.items() if n.startswith("eval/")})
+    ]
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    warnings = [text for line in lines for _, is_one, text in [line.partition(" warning: ")] if is_one]
+    starts = read_versions(folder.path)["starts"]
+    return Run(
+        load_recipe(folder.recipe()).recipe,
+        folder.path,
+        evaluations[0] if evaluations and rows[0]["step"] == 0 else {},
+        evaluations[-1] if evaluations else {},
+        rows[-1]["step"] if rows else 0,
+        sum(row.get("time/step", 0.0) for row in rows),
+        warnings=tuple(dict.fromkeys(warnings)),
+        interrupted=not starts or starts[-1].get("outcome") != "done",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,6 +256,8 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
     if ready:
         out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
         out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
+        if full := sum(t.finish == "context" for t in ready):
+            out["rollout/context_full"] = full / len(ready)
         turns, calls = sum(t.turns for t in ready), sum(t.tool_calls for t in ready)
         if retries := sum(t.retries for t in tags):
             out["rollout/retries"] = retries

@@ -37,7 +37,7 @@ def test_the_same_recipe_twice_is_equal(whole_run: Path, tmp_path: Path):
     code, text = diff(whole_run, again)
     assert code == 0, text
     assert "the recipes are equal" in text
-    assert "the numbers are equal: 3 steps and 32 recorded rows" in text
+    assert "the numbers are equal: 2 steps and 32 recorded rows" in text
 
 
 def test_another_value_shows_the_key_and_the_first_number_that_it_moves(whole_run: Path, tmp_path: Path):
@@ -45,11 +45,12 @@ def test_another_value_shows_the_key_and_the_first_number_that_it_moves(whole_ru
     found = compare_runs(whole_run, other)
     assert found.recipe == {"algorithm.clip_high": (0.02, 0.5)}
     assert found.first is not None
-    assert (found.first.step, found.first.field, found.steps) == (1, "weight", 1)
+    assert (found.first.step, found.first.field, found.steps) == (1, "weight", 0)
+    assert (found.rows, 0 < found.differing <= 16) == (16, True)
     code, text = diff(whole_run, other)
     assert code == 1
     assert "algorithm.clip_high  0.02 → 0.5" in text
-    assert "first in step 1;" in text
+    assert "first in step 1," in text
     assert "train/clipped_high" in text
 
 
@@ -73,7 +74,38 @@ def test_a_metric_that_differs_is_found_and_times_are_not_compared(whole_run: Pa
     assert (first.step, first.field, first.two, first.key) == (2, "reward/mean", -1.0, None)
 
 
-def test_a_run_that_has_fewer_steps_differs_there(whole_run: Path, one_step: Path):
+def test_a_metric_that_repeats_a_key_is_no_difference(whole_run: Path, tmp_path: Path):
+    copy = changed(whole_run, tmp_path / "copy", "recipe.yaml", "lr: 0.02", "lr: 0.03")
+    (copy / "metrics.jsonl").write_text(
+        (copy / "metrics.jsonl").read_text().replace('train/lr": 0.02', 'train/lr": 0.03')
+    )
+    found = compare_runs(whole_run, copy)
+    assert (found.first, found.explained) == (None, ["train/lr"])
+
+
+def test_last_scores_are_side_by_side_with_the_better_run(whole_run: Path, tmp_path: Path):
+    copy = shutil.copytree(whole_run, tmp_path / "copy")
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    more = {"reward/mean": last["reward/mean"] + 1, "train/kl": 0.5}
+    (copy / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last | more), ""]))
+    found = compare_runs(whole_run, copy)
+    assert found.scores["reward/mean"] == (last["reward/mean"], last["reward/mean"] + 1)
+    assert found.scores["train/kl"] == (None, 0.5)
+    row = next(line for line in comparison_text(found).splitlines() if line.startswith("reward/mean"))
+    assert row.endswith(str(copy))
+
+
+def test_a_run_that_ends_earlier_by_its_recipe_is_equal_as_far_as_it_goes(whole_run: Path, one_step: Path):
+    found = compare_runs(whole_run, one_step)
+    assert (found.first, found.steps, found.rows) == (None, 1, 16)
+    assert found.explained
+    assert list(found.recipe) == ["train.steps"]
+
+
+def test_a_run_that_has_fewer_steps_differs_there(whole_run: Path, one_step: Path, tmp_path: Path):
+    one_step = shutil.copytree(one_step, tmp_path / "copy")
+    shutil.copy(whole_run / "recipe.yaml", one_step / "recipe.yaml")
     found = compare_runs(whole_run, one_step)
     assert found.first is not None
     assert (found.first.step, found.first.field) == (2, "step")

@@ -32,8 +32,8 @@ def test_the_same_recipe_gives_the_same_update_bit_for_bit(whole_run: Path):
             app, ["replay", str(whole_run), "--step", str(step)], catch_exceptions=False
         )
         assert result.exit_code == 0, result.output
-        assert f"step {step} repeated from 16 recorded rows: all recorded columns" in result.output
-        assert "and the weights of the checkpoint are those of the run" in result.output
+        assert f"step {step}, repeated from 16 recorded rows: all recorded columns" in result.output
+        assert "and the weights of the checkpoint are equal" in result.output
 
 
 def test_other_values_show_what_would_have_changed(whole_run: Path):
@@ -48,7 +48,7 @@ def test_other_values_show_what_would_have_changed(whole_run: Path):
     other = replay_step(whole_run, 2, ["algorithm.advantage=rloo", "algorithm.loss=reinforce"])
     assert other.changed is not None
     assert not other.same.gradient.equal(other.changed.gradient)
-    assert "note: algorithm.clip_low is as by default" in replay_text(other)
+    assert "note: algorithm.clip_low is reset to its default" in replay_text(other)
 
 
 def test_a_changed_number_is_found_even_if_the_update_does_not_depend_on_it(whole_run: Path, tmp_path: Path):

@@ -1,10 +1,10 @@
-"""A finished turn, computed again alone: the numbers of an engine whose bits depend on its batch.
+"""Recompute finished turns alone, for engines whose numbers depend on the batch in their last bits.
 
-Where the probe (`ModelRunner.invariant`) fails, what is in the batch shows in the last bits of logprobs, and
-now and then in a token. Then the batch only drafts a turn. Here its sequence is computed alone, in blocks of
-tokens whose shapes depend on nothing but their place in it, and each token is drawn again with its own random
-number. Up to the first token that comes out otherwise, the draft is right; from there on it is drafted again.
-So a turn is a function of weights, tokens before it and its counter, whatever the batch was.
+If the probe (`ModelRunner.invariant`) fails, the batch changes the last bits of logprobs, and sometimes a
+token. Then batched decoding only drafts a turn. This module computes its sequence alone, in blocks whose
+shapes depend only on their position, and draws each token again with its random number. The draft is accepted
+up to the first token that differs, and the rest is drafted again. So a turn depends only on weights, earlier
+tokens and its counter, not on the batch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from practicum.models.attention import Layout
 from practicum.models.load_model import context_length
 
 FIRST, MOST, DRAWN = 64, 1024, 64
-"""Tokens of the first block and of the longest ones, and those of a block that are drawn at once."""
+"""Tokens of the first and of the longest blocks, and the tokens of a block drawn per call."""
 
 _NO_LIMIT = 2**40
-"""Of a sequence's memory: how it grows depends on where a block is, not on how long the sequence is."""
+"""Growth step of a sequence's memory, which depends on a block's position and not on the sequence length."""
 
 
 def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generation | None:
-    """Return the turn with the numbers of its sequence alone, or None if the draft was wrong before its end.
+    """Return the turn with the numbers of its sequence alone, or None if the draft was rejected before its
+    end.
 
-    Then the job asks for the rest of the turn: it is to be drafted again.
+    In this case, the job is changed to request the rest of the turn.
     """
     written = len(job.written)
     start, key = len(job.prompt) - written, skip_ahead(job.key, -written)
@@ -43,7 +44,7 @@ def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generat
     prompt = PromptKey.of(job.prompt.ids[:start], job.prompt.images, job.prompt.experts)
     sampled, experts = _compute(runner, job, prompt, tokens, key)
     drawn = sampled.tokens_B.tolist()
-    # From the first token on, sure ones too: of a MoE model, later tokens of a block may show in its bits.
+    # Start at the first token: in MoE models, later tokens of a block may change earlier bits.
     wrong = next((i for i, token in enumerate(tokens) if drawn[i] != token), None)
     finish: Finish = draft.finish
     if wrong is not None:
@@ -69,7 +70,7 @@ def confirm(runner: ModelRunner, job: GenerateJob, draft: Generation) -> Generat
 def _compute(
     runner: ModelRunner, job: GenerateJob, prompt: PromptKey, tokens: Sequence[int], key: int
 ) -> tuple[Sampled, Tensor | None]:
-    """Return what is drawn in the place of each token, on the CPU, and the experts that all inputs took."""
+    """Return the token drawn at each position, on the CPU, and the experts of all inputs."""
     first = len(prompt) - 1  # it predicts the turn's first token
     last = first + len(tokens) - 1
     parts: list[Sampled] = []
@@ -82,10 +83,8 @@ def _compute(
                 continue
             position_B = torch.arange(at - first, at - first + DRAWN, device=runner.device).clamp_(min=0)
             uniform_B = uniforms(torch.full_like(position_B, key), position_B)
-            hidden, row_B = (
-                hidden_N[at - start : at - start + DRAWN],
-                torch.arange(DRAWN, device=runner.device),
-            )
+            hidden = hidden_N[at - start : at - start + DRAWN]
+            row_B = torch.arange(DRAWN, device=runner.device)
             drawn = sample_hidden(runner, hidden, job.draw, uniform_B, row_B)
             parts.append(Sampled(*(x[max(0, first - at) : last + 1 - at].cpu() for x in drawn)))
     return Sampled(*map(torch.cat, zip(*parts, strict=True))), torch.cat(experts) if experts else None
@@ -94,13 +93,13 @@ def _compute(
 def _blocks(
     runner: ModelRunner, prompt: PromptKey, tokens: Sequence[int]
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Yield where each block begins, its last hidden states [N, H], and its experts if there are any."""
-    inputs_of_turn = tokens[:-1]  # the last token predicts nothing that was asked for
+    """Yield the start of each block, its last hidden states [N, H], and its experts, if any."""
+    inputs_of_turn = tokens[:-1]  # the last token predicts no token of the turn
     count = len(prompt) + len(inputs_of_turn)
     edges = block_edges(count)
     filled = edges[-1]
     ids = (*prompt.ids, *inputs_of_turn, *[0] * (filled - count))
-    # Images stand in the prompt, and are computed with the first block.
+    # Images are in the prompt, and computed with the first block.
     end = edges[0] if prompt.images is None else block_edges(len(prompt))[-1]
     config, device = runner.model.config, runner.device
     longest = context_length(runner.model)
@@ -110,7 +109,7 @@ def _blocks(
         return PromptKey.of(ids[:stop], prompt.images, experts)
 
     def compute(inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        if longest is not None:  # what fills up a block may be beyond the model's last position
+        if longest is not None:  # padding of a block may exceed the model's maximum position
             inputs.positions_N.clamp_(max=longest - 1)
         return runner.routed(inputs, layout)
 
@@ -126,7 +125,7 @@ def _blocks(
 
 
 def block_edges(count: int) -> list[int]:
-    """Return where blocks end that hold this many tokens: each is as long as all before it."""
+    """Return the ends of blocks for `count` tokens. Each block is as long as all before it."""
     edges = [FIRST]
     while edges[-1] < count:
         edges.append(edges[-1] + min(edges[-1], MOST))

@@ -1,7 +1,7 @@
-"""The thread in which an engine works: coroutines hand in requests and get results, nobody polls.
+"""The thread of an engine. Coroutines submit requests and await results, without polling.
 
-Requests that coroutines hand in during one turn of their event loop reach the engine together, so that it
-starts with the whole batch. Results of one engine step go back with one call per event loop.
+Requests submitted in one iteration of the event loop reach the engine together, so that it starts with the
+full batch. Results of an engine step are returned with one call per event loop.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from practicum.errors import EngineError, PracticumError
 
 TURN_S = 30.0
-"""Seconds that one step of an engine may take before those who wait for its end give up."""
+"""Seconds to wait for an engine step before giving up."""
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Something a coroutine waits for. The engine leaves out jobs whose coroutine was cancelled."""
+    """Work that a coroutine awaits. The engine skips jobs whose coroutine was cancelled."""
 
     abandoned: bool = field(default=False, init=False)
     future: asyncio.Future[Any] | None = field(default=None, init=False)
@@ -38,10 +38,9 @@ class _ClosedError(Exception):
 
 
 class StepOrder:
-    """Which of the engines of one process step now: no more `at_once` than there are cores for.
+    """Order of the engines of a process, at most `at_once` of which step concurrently.
 
-    The engines whose work is oldest go first, so what the learner needs next is sampled first. Work is as
-    old as the engine's weights.
+    Engines with the oldest weights go first, so that the learner's next batch is sampled first.
     """
 
     def __init__(self, at_once: int = 1) -> None:
@@ -50,12 +49,12 @@ class StepOrder:
         self._numbers = itertools.count()
         self._ages: dict[EngineThread, int] = {}
         self._at_work: dict[EngineThread, int] = {}
-        """Ages of those that have work left."""
+        """Ages of the engines with work."""
         self._stepping = 0
 
     @contextlib.contextmanager
     def step(self, engine: EngineThread) -> Iterator[None]:
-        """Wait for the engine's turn; it keeps its place until `rest`. One that is closed gets no turn."""
+        """Wait for the engine's turn. It keeps its place until `rest`. A closed engine gets no turn."""
         with self._changed:
             if engine not in self._ages:
                 self._ages[engine] = next(self._numbers)
@@ -88,25 +87,25 @@ class StepOrder:
 
 
 def share_order(threads: Iterable[EngineThread], at_once: int = 1) -> None:
-    """Share a step order: at most `at_once` engines step concurrently. Call it before they begin."""
+    """Share a step order: at most `at_once` engines step concurrently. Call this before they start."""
     order = StepOrder(at_once)
     for thread in threads:
         thread.order = order
 
 
 class EngineThread:
-    """Runs `step` in one thread for as long as there is work; `reset` forgets all work after a failure.
+    """Runs `step` in a thread while work remains. `reset` discards all work after a failure.
 
-    `step` takes newly arrived jobs and returns outcomes, and True if work is left.
+    `step` takes new jobs and returns outcomes, and True if work remains.
     """
 
     def __init__(
         self, step: Callable[[list[Job]], tuple[list[Outcome], bool]], reset: Callable[[], None], name: str
     ) -> None:
         self.turn = threading.Lock()
-        """Held while a step runs: whoever changes what steps use takes it."""
+        """Held while a step runs. Acquire it to change state that steps use."""
         self.order = StepOrder()
-        """Engines of one process may have one in common."""
+        """Engines of one process may share it."""
         self._step, self._reset, self._name = step, reset, name
         self._began: float | None = None
         self._door = threading.Condition()
@@ -118,9 +117,9 @@ class EngineThread:
 
     @contextlib.contextmanager
     def take_turn(self, what: str, timeout: float = TURN_S) -> Iterator[None]:
-        """Wait for the current step and hold the next one back; a step that hangs is an EngineError."""
+        """Wait for the current step, and block the next one. Raise EngineError if the step hangs."""
         if not self.turn.acquire(timeout=timeout):
-            raise EngineError(f"the {self._name} can't {what}: a step of it has not ended for {timeout:g} s")
+            raise EngineError(f"the {self._name} can't {what}: a step has not ended for {timeout:g} s")
         try:
             yield
         finally:
@@ -162,7 +161,7 @@ class EngineThread:
             raise
 
     def close(self) -> None:
-        """Stop the thread after the current step; open jobs fail."""
+        """Stop the thread after the current step. Open jobs fail."""
         with self._door:
             self._closed = True
             thread = self._thread
@@ -171,7 +170,7 @@ class EngineThread:
         if thread is None:
             self._fail_all("was closed", None)
         elif thread is not threading.current_thread():
-            thread.join(TURN_S)  # a step that never ends keeps its daemon thread, not whoever closes
+            thread.join(TURN_S)  # a hanging step blocks only its daemon thread
 
     def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._door:
@@ -232,7 +231,7 @@ class EngineThread:
                     assert job.future is not None
                     by_loop.setdefault(job.future.get_loop(), []).append((job, result))
         for loop, settled in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # nobody waits in a loop that was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed
                 loop.call_soon_threadsafe(_settle, settled)
 
 

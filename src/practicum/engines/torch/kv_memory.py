@@ -1,6 +1,6 @@
 """KV memory: one slot per running sequence, grown with the sequences, and the layouts that fill and read it.
 
-Running sequences are always slots 0..B-1, so decoding reads a plain view of the memory, without a gather.
+Running sequences always use slots 0..B-1, so decoding reads a view of the memory without a gather.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from practicum.recipe.counts import KV_POSITIONS, KV_SPARE
 
 StateName = tuple[int, str]
 RUN_COST = 512
-"""Padding, in positions, that takes about as long as one more attention call."""
+"""Padding in positions that costs about as much as another attention call."""
 
 
 @dataclass(slots=True)
 class PromptKv:
-    """What layers keep of a prompt: keys and values [layers, kv heads, P, D] of those that attend, and the
-    states after it of the others, by number and name."""
+    """Cache of a prompt: keys and values [layers, kv heads, P, D] of attention layers, and the final states
+    of recurrent layers, by number and name."""
 
     keys: Tensor
     values: Tensor
     layers: Mapping[int, int] = field(default_factory=dict)
-    """The place of each layer that attends among the keys, or empty if all do."""
+    """Index of each attention layer among the keys. Empty if all layers attend."""
     states: Mapping[StateName, Tensor] = field(default_factory=dict)
 
     def copy(self) -> PromptKv:
@@ -51,8 +51,8 @@ class PromptKv:
 
 
 def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros; on the CPU in separate pages, which take no memory until they are written and go back to
-    the system with the tensor."""
+    """Return zeros. On the CPU, they use separate pages, which take no memory until written and are returned
+    to the system with the tensor."""
     if like.device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
         return like.new_zeros(size)
     count = math.prod(size) * like.itemsize
@@ -64,11 +64,11 @@ def lazy_zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class KvMemory:
-    """keys and values [layers, slots, kv heads, positions, D], all 0 at first.
+    """Keys and values [layers, slots, kv heads, positions, D], initially 0.
 
-    Zeros, because attention multiplies what lies after a sequence's end by 0, and 0 x NaN is NaN. There is
-    room for the longest running sequence in as many slots as are needed, up to `slots` and `context`: many
-    short sequences fit, and few long ones. A slot has room for attention's padding.
+    Memory must be zero-filled because attention multiplies positions after a sequence's end by 0, and 0 × NaN
+    is NaN. It grows to the longest running sequence × the slots in use, up to `context` and `slots`. A slot
+    has room for attention's padding.
     """
 
     def __init__(self, like: PromptKv, slots: int, context: int) -> None:
@@ -79,20 +79,20 @@ class KvMemory:
         self.keys, self.values = (_allocate(part, *shape) for part in (like.keys, like.values))
         self.layers = like.layers or {layer: layer for layer in range(len(like.keys))}
         self.states = {name: lazy_zeros((slots, *x.shape), x) for name, x in like.states.items()}
-        """[slots, ...] each; a state is as large for a long sequence as for a short one."""
+        """States [slots, ...], whose size does not depend on the sequence length."""
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room: this many slots are in use, the longest of which is to hold `length` positions."""
+        """Make room for this many slots in use, the longest with `length` positions."""
         before, self.longest, (held, room) = self.longest, length, self.keys.shape[1:4:2]
         if slots <= held and length <= room:
             return
         fitting = min(self._context, padded_keys(math.ceil(KV_SPARE * length)))
         if length > room:
-            # Slots that are no longer in use leave their room to the longer ones.
+            # The memory of unused slots is reused for longer sequences.
             shape = (slots if slots > held or 2 * slots <= held else held), fitting
         else:
             shape = min(self._slots, max(slots, 2 * held)), (fitting if 2 * fitting <= room else room)
-        # One after the other: what was kept of the first is free before the second is set aside.
+        # One after the other, so that the old memory of the first is free before the second is allocated.
         self.keys = _moved(self.keys, shape, before)
         self.values = _moved(self.values, shape, before)
 
@@ -101,7 +101,7 @@ class KvMemory:
         return sum(x.nbytes for x in (self.keys, self.values, *self.states.values()))
 
     def put_prompt(self, prompt: PromptKv, first: int, count: int) -> None:
-        """Copy a prompt into `count` slots from `first` on, which are the last in use."""
+        """Copy a prompt into `count` slots from `first`, the last ones in use."""
         length = prompt.keys.shape[2]
         self.reserve(first + count, max(length, self.longest if first else 0))
         for memory, part in ((self.keys, prompt.keys), (self.values, prompt.values)):
@@ -110,7 +110,8 @@ class KvMemory:
             self.states[name][first : first + count] = state
 
     def prompt(self, slot: int, length: int) -> PromptKv:
-        """Return the first `length` positions of a slot, as views; its states are those after all of it."""
+        """Return the first `length` positions of a slot, as views. States are those after the whole
+        sequence."""
         keys, values = (memory[:, slot, :, :length] for memory in (self.keys, self.values))
         return PromptKv(keys, values, self.layers, {name: x[slot] for name, x in self.states.items()})
 
@@ -119,7 +120,7 @@ class KvMemory:
         return {name: state for (number, name), state in self.states.items() if number == layer.number}
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [N, kv heads, D] of a layer to flat places. Return all of the layer's."""
+        """Write new keys and values [N, kv heads, D] of a layer at flat indices. Return all of the layer."""
         keys, values = self.keys[self.layers[layer]], self.values[self.layers[layer]]
         for memory, new in ((keys, key), (values, value)):
             width = new.shape[-1]
@@ -140,7 +141,7 @@ def _allocate(like: Tensor, slots: int, room: int) -> Tensor:
 
 
 def _moved(memory: Tensor, shape: tuple[int, int], length: int) -> Tensor:
-    """Copy the first `length` positions of the slots that both have to memory of another shape."""
+    """Copy the first `length` positions of the common slots to memory of another shape."""
     new = _allocate(memory[:, 0], *shape)
     slots, kept = min(memory.shape[1], new.shape[1]), min(length, memory.shape[3], new.shape[3])
     new[:, :slots, :, :kept] = memory[:, :slots, :, :kept]
@@ -148,7 +149,7 @@ def _moved(memory: Tensor, shape: tuple[int, int], length: int) -> Tensor:
 
 
 class PrefillLayout:
-    """Packed prompts, each attending causally to itself; keeps every layer's keys and values."""
+    """Packed prompts with causal attention within each. Keeps every layer's keys and values."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._packed = PackedLayout.of_sequences(lengths).to(device)
@@ -185,7 +186,7 @@ class PrefillLayout:
 
 
 class DecodeLayout:
-    """One new token for each of the slots 0..B-1, attending to what its slot holds and to itself."""
+    """One new token for each of the slots 0..B-1, which attends to its slot and to itself."""
 
     def __init__(self, memory: KvMemory, length_B: Tensor) -> None:
         self._memory = memory
@@ -201,7 +202,7 @@ class DecodeLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         keys, values = self._memory.write(layer, self._places, key, value)
-        # The query heads that share a kv head become its query length: no key is repeated.
+        # Query heads that share a kv head become its query length, so no key is repeated.
         folded = query.unflatten(1, (key.shape[1], -1))
         group, mask = folded.shape[2], self._mask(rule.window)
         if not rule.is_written_out:
@@ -222,7 +223,7 @@ class DecodeLayout:
         return _step(layer, hidden_NH.unsqueeze(1), self._memory.states_of(layer), slice(rows)).squeeze(1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """Return what is added to the scores [B, 1, 1, J] of layers with this window."""
+        """Return the additive attention mask [B, 1, 1, J] of layers with this window."""
         if window not in self._masks:
             place_J = torch.arange(self._longest, device=self._length_B1.device)
             hidden_BJ = place_J > self._length_B1
@@ -234,7 +235,7 @@ class DecodeLayout:
 
 
 def _step(layer: StateLayer, rows_BTH: Tensor, memory: Mapping[str, Tensor], slots: slice | Tensor) -> Tensor:
-    """Continue the sequences of these slots, and keep their new states."""
+    """Continue the sequences of these slots, and store their new states."""
     out_BTH, states = layer.run(rows_BTH, {name: state[slots].clone() for name, state in memory.items()})
     for name, state in states.items():
         memory[name][slots] = state
@@ -242,9 +243,9 @@ def _step(layer: StateLayer, rows_BTH: Tensor, memory: Mapping[str, Tensor], slo
 
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return neighbouring slots that attend together, (first, end, longest), with the new token and padding.
+    """Return ranges of slots that attend together as (first, end, longest), including new token and padding.
 
-    A run pads its rows to the longest of them: slots are parted where that costs more than a further call.
+    A range pads its rows to the longest. It is split where padding costs more than another call.
     """
     parts: list[tuple[int, int, int]] = []
     for slot, length in enumerate(map(padded_keys, (length + 1 for length in lengths))):
@@ -259,7 +260,7 @@ def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class Extension(NamedTuple):
-    """A slot, how many positions of it are filled, and how many tokens follow them."""
+    """A slot, its number of filled positions, and the number of new tokens."""
 
     slot: int
     filled: int
@@ -272,20 +273,20 @@ class Extension(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _SlotBlock:
-    """Neighbouring slots that attend together: where their queries lie, and where in their sequences."""
+    """Adjacent slots that attend together: indices of their queries, and positions in their sequences."""
 
     first: int
     query_BQ: Tensor
     rows: PaddedRows
     real_M: Tensor
-    """Which of the padded queries are real."""
+    """Mask of the real queries among padded ones."""
     token_M: Tensor
-    """Their places among the packed tokens."""
+    """Indices among the packed tokens."""
 
 
 class ExtendLayout:
-    """Packed tokens of several slots, one slot after the other: each attends to what its slot holds, and
-    causally to those that come with it. Their keys and values are written into the slots."""
+    """Packed new tokens of several slots. Each attends to its slot and causally to the slot's new tokens.
+    Their keys and values are written into the slots."""
 
     def __init__(self, memory: KvMemory, extensions: Sequence[Extension], device: torch.device) -> None:
         self._memory = memory
@@ -316,7 +317,8 @@ class ExtendLayout:
         return out
 
     def mix(self, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
-        """Continue slots with equally many new tokens together: padding would show in their states."""
+        """Continue slots with equal numbers of new tokens together, because padding would change their
+        states."""
         out_NH, memory, start = torch.empty_like(hidden_NH), self._memory.states_of(layer), 0
         alike: dict[int, list[tuple[int, int]]] = {}
         for extension in self._extensions:
@@ -334,7 +336,8 @@ class ExtendLayout:
 def blocks(extensions: Sequence[Extension]) -> list[list[Extension]]:
     """Group extensions of neighbouring slots that attend together.
 
-    They are padded to the most queries and positions among them: parted where that costs more than a call.
+    They are padded to the maximum queries and positions of the group, which is split where padding costs more
+    than another call.
     """
     groups: list[list[Extension]] = []
     most = Extension(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Torch engines as recipes describe them: of the student, or of frozen models."""
+"""Create torch engines from recipes: for the student, or for frozen models."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
 UNDECLARED = 8192
-"""Longest sequence in tokens for a model that does not declare one."""
+"""Maximum sequence length of a model that does not declare one."""
 ANSWERS = 16
-"""Answers that a frozen model samples concurrently; scoring needs no KV memory."""
+"""Maximum concurrent responses of a frozen model. Scoring needs no KV memory."""
 
 
 class TorchKind:
@@ -88,16 +88,16 @@ def _load_scoring(model: FrozenModel) -> list[Engine]:
 def start_lagged_engines(rollout: Rollout, spec: Model, seed: int, threads: int) -> list[HostedEngine]:
     """Start a process with an engine for each copy of the weights that samples."""
     load = partial(_load_lagged, rollout, spec, seed, threads)
-    # Before sessions are late, so that the error names the engine.
+    # Less than the sessions' deadline, so that the error names the engine.
     host = Host("the torch engine", load, threads=threads, deadline_s=rollout.deadline_s / 2)
     return [HostedEngine(host, copy) for copy in range(rollout.lag + 1)]
 
 
 def _load_lagged(rollout: Rollout, spec: Model, seed: int, threads: int) -> list[TorchEngine]:
     model = load_model(spec, seed)
-    # Copies share what is frozen, the base of an adapter: so nothing else is frozen before them.
+    # Copies share frozen parameters, the base of an adapter, so nothing else may be frozen before.
     copies = [model, *(copy_on_base(model) for _ in range(rollout.lag))]
     engines = [TorchKind().for_rollout(rollout, spec.path, copy.requires_grad_(False)) for copy in copies]
-    # While the learner waits, its cores are free: engines of two steps then work concurrently.
+    # While the learner waits, its cores are free, and engines of two steps can run concurrently.
     share_order((engine.thread for engine in engines), max(1, count_cores() // threads))
     return engines

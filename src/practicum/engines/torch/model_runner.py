@@ -1,4 +1,4 @@
-"""The torch engine's uses of a model: compute prompts, decode one token for each row, sample."""
+"""Run a model for the torch engine: compute prompts, decode one token per row, sample."""
 
 from __future__ import annotations
 
@@ -49,47 +49,47 @@ from practicum.models.vision import (
 
 LOGITS_AT_ONCE = 2**24
 SAMPLED_AT_ONCE = 2**20
-"""Logits whose softmax and running sum are made at once: small enough for these to stay in the cache."""
+"""Maximum logits per softmax and cumulative sum, so that both stay in the cache."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Packed tokens. A vision model's positions are [N, D]; only it has images and shifts other than 0."""
+    """Packed tokens. In vision models, positions are [N, D], and images and non-zero shifts may occur."""
 
     ids_N: Tensor
     positions_N: Tensor
     shifts: Sequence[int]
-    """Of each sequence: what is added to the number of tokens before a later token for its position."""
+    """Offset of each sequence between a later token's position and the number of tokens before it."""
     images: Sequence[Images] = ()
     picture_N: Tensor | None = None
-    """Which tokens stand for pieces of the images, or None without images."""
+    """Mask of image tokens, or None without images."""
     experts_N: Tensor | None = None
-    """Experts that tokens are to take [N, L, E], -1 where the routers choose; None: they always do."""
+    """Experts to replay [N, L, E], with -1 where the routers choose, or None if they always choose."""
 
 
 class ModelRunner:
-    """A model and the leanest forward that gives its numbers; a model the engine can't run is an EngineError.
+    """A model with the fastest equivalent forward pass. Raises EngineError for models it can't run.
 
-    Both are found out by a comparison with the model's plain forward, so that an attention which packed
-    layouts do not know is an error here and not wrong samples later.
+    Both are decided by comparison with the model's plain forward pass, so that unsupported attention is an
+    error here rather than wrong samples later.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         kind = type(model).__name__
         if not uses_attention(model):
-            raise EngineError(f"{kind} is not prepared for packed attention: see models.load_model.ready")
+            raise EngineError(f"{kind} is not prepared for packed attention: load it with models.load_model")
         self.model, self.device = model, model.device
         self.vocab: int = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
         self.hidden_size: int = model.get_input_embeddings().weight.shape[1]  # pyright: ignore
         self.sees = is_vision(model.config)
         self.routes = routes_of(model)
         self.adapters = rows_of(model)
-        """The adapters that rows may have, if the model has several."""
+        """Adapters of rows, if the model has several."""
         self.seam = seam_of(model)
         self.seam.adapters = self.adapters
         self.lean = lean_decoder(model)
-        """The lean forward, if it gives the model's numbers."""
+        """The lean forward pass, if its numbers equal the model's."""
         try:
             gap, most = _probe(self)
             if self.lean is not None and not gap <= most:
@@ -99,24 +99,24 @@ class ModelRunner:
             raise EngineError(f"{kind} can't run packed tokens: {type(error).__name__}: {error}") from error
         if not gap <= most:
             raise EngineError(
-                f"{kind} gives other logits with packed attention than without (off by {gap:.2g}, expected "
-                f"{most:.2g} at most): the torch engine can't run this architecture"
+                f"the logits of {kind} with packed attention differ by {gap:.2g} from the plain forward pass "
+                f"(maximum {most:.2g}): the torch engine can't run this architecture"
             )
         with torch.no_grad():
             self.token_kv = prefill(self, [PromptKey((0,))])[0].kv
-            """What the model keeps of one token, for the shape of KV memory."""
+            """The cache of one token, for the shape of KV memory."""
             self.invariant = _is_invariant(self)
-            """Whether a token's bits do not depend on its batch here: `cpu/batch_invariance.py`."""
+            """True if a token's bits do not depend on its batch, see `cpu/batch_invariance.py`."""
         self.forget_packed()
 
     def hidden(self, inputs: StepInputs, layout: Layout, parts: Sequence[RowPart] = ()) -> Tensor:
-        """Return last hidden states [N, hidden] of packed tokens; `parts` of them have adapters."""
+        """Return last hidden states [N, hidden] of packed tokens. `parts` assigns adapters to them."""
         if parts:
             assert self.adapters is not None
             with self.adapters.use(parts):
                 return self.hidden(inputs, layout)
         if self.lean is not None:
-            # Decoding multiplies few rows by the same weights again and again.
+            # Decoding multiplies few rows by the same weights repeatedly.
             pack = isinstance(layout, DecodeLayout)
 
             def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -128,7 +128,7 @@ class ModelRunner:
         )
 
     def routed(self, inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states, and of a MoE model the experts that the tokens took [N, L, E]."""
+        """Return hidden states, and for MoE models the experts of the tokens [N, L, E]."""
         routes, known_N = self.routes, inputs.experts_N
         if routes is None:
             return self.hidden(inputs, layout), None
@@ -137,7 +137,7 @@ class ModelRunner:
         return hidden_N, taken.tensor()[: len(hidden_N)]
 
     def logits(self, hidden_N: Tensor, *, pack: bool = False) -> Tensor:
-        """Return logits [N, V] of last hidden states; with `pack`, the head is packed for later calls."""
+        """Return logits [N, V] of last hidden states. With `pack`, pack the head for later calls."""
         if self.lean is not None:
             return LogitScalings.of(self.model).apply(self.lean.head(hidden_N, pack=pack))
         return head_logits(self.model, hidden_N)
@@ -153,7 +153,7 @@ class ModelRunner:
 
 
 def prefill(runner: ModelRunner, prompts: Sequence[PromptKey]) -> list[PrefilledPrompt]:
-    """Compute prompts in one packed forward call."""
+    """Compute prompts in one packed forward pass."""
     lengths = [len(prompt) for prompt in prompts]
     layout = PrefillLayout(lengths, runner.device)
     return _compute(
@@ -167,7 +167,7 @@ def extend(
     prompts: Sequence[PromptKey],
     begun: Sequence[tuple[int, CachedSequence]],
 ) -> list[PrefilledPrompt]:
-    """Compute the rest of prompts whose slots hold a cached beginning; they are views of the slots then."""
+    """Compute the rest of prompts whose slots hold a cached prefix. The results are views of the slots."""
     starts = [len(kept) for _, kept in begun]
     new = [len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)]
     slots = [slot for slot, _ in begun]
@@ -189,7 +189,7 @@ def _compute(
     lengths: Sequence[int],
     kv: Callable[[], list[PromptKv]],
 ) -> list[PrefilledPrompt]:
-    """Run a forward over prompts with these numbers of tokens; `kv` is called after it."""
+    """Run a forward pass over prompts of these lengths, then call `kv`."""
     hidden_N, experts_N = runner.routed(inputs, layout)
     last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
     experts = [None] * len(lengths)
@@ -202,7 +202,7 @@ def _compute(
 def decode(
     runner: ModelRunner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Decode one new token for each slot, after the `length` it holds, which is its position if not given.
+    """Decode one new token for each slot after its `length` tokens, which is also the default position.
 
     Return last hidden states [B, hidden] and experts.
     """
@@ -233,8 +233,9 @@ def pack(
     starts: Sequence[int] = (),
     tails: Sequence[tuple[int, ...]] = (),
 ) -> StepInputs:
-    """Pack sequences one after the other, each with its tail, if there are tails: of both together, the
-    tokens from `starts` on (unset: all). Images stand in a sequence, and before a start above 0.
+    """Pack sequences one after the other, each with its tail, by default none.
+
+    Packs the tokens from `starts` on, by default all. Images must precede a tail and a start above 0.
     """
     tails = tails or [()] * len(sequences)
     cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
@@ -269,7 +270,7 @@ def pack(
 def _known_experts(
     lengths: Sequence[int], known: Sequence[Tensor | None], device: torch.device
 ) -> Tensor | None:
-    """Return experts [N, L, E] of sequences of which the first tokens' may be known: -1 where not."""
+    """Return known experts [N, L, E] of the sequences' first tokens, -1 for others."""
     some = next((experts for experts in known if experts is not None and len(experts)), None)
     if some is None:
         return None
@@ -282,7 +283,7 @@ def _known_experts(
 
 @torch.no_grad()
 def _probe(runner: ModelRunner) -> tuple[float, float]:
-    """Return how far logits of a fixed sequence, half prompt and half decoded, are off, and may be."""
+    """Return the error of the logits of a fixed sequence, half prompt and half decoded, and its maximum."""
     prompt_of, plain_inputs = _probe_inputs(runner)
     ids, half = plain_inputs["input_ids"][0].tolist(), len(prompt_of)
     _, prompt = prefill(runner, [PromptKey((0,)), prompt_of])
@@ -295,7 +296,7 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
         hidden.append(hidden_B[1])
         experts += [] if experts_B is None else [experts_B[1:].cpu()]
     packed = runner.logits(torch.stack(hidden))
-    # The plain forward takes the same experts: near a tie, rounding alone would make it take others.
+    # The plain forward pass replays the experts, because rounding could change them near a tie.
     routes = runner.routes
     with routes.replay(torch.cat(experts)) if routes is not None else nullcontext():
         plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
@@ -305,7 +306,7 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
 
 
 def _is_invariant(runner: ModelRunner) -> bool:
-    """Return True if a sequence has the same numbers computed alone, among others, and decoded."""
+    """Return True if a sequence has equal numbers computed alone, in a batch, and decoded."""
     keys, threads = runner.token_kv.keys, torch.get_num_threads()
     if len(keys) and not attention_is_invariant(keys.shape[-1], keys.dtype, keys.device, threads):
         return False

@@ -1,4 +1,4 @@
-"""Prompts that are computed, and finished sequences kept for prompts that continue them: an agent's turns."""
+"""Cache of computed prompts, and of finished sequences that later prompts extend, as in an agent's turns."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """Tokens to continue from, with their images and what is known of their experts. Equal if all are."""
+    """Key of a prompt: tokens, images and known experts."""
 
     ids: tuple[int, ...]
     digest: bytes = b""
     images: Images | None = field(default=None, compare=False)
     experts: Tensor | None = field(default=None, compare=False)
-    """Experts that the first tokens are to take [n, L, E], as they did before; MoE models only."""
+    """Experts to replay for the first tokens [n, L, E] (MoE models only)."""
 
     @staticmethod
     def of(ids: Sequence[int], images: Images | None, experts: Tensor | None = None) -> PromptKey:
-        """These tokens, images and experts, ready to be compared."""
+        """Create a key from tokens, images and experts."""
         digest = b"" if images is None else images.digest
         if experts is not None:
             digest += blake2b(experts.contiguous().numpy().data.cast("B"), digest_size=16).digest()
@@ -37,7 +37,7 @@ class PromptKey:
 
     @property
     def pictures(self) -> bytes:
-        """The digest of the images alone."""
+        """Digest of the images."""
         return b"" if self.images is None else self.images.digest
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class PromptKey:
 
 @dataclass(slots=True)
 class PrefilledPrompt:
-    """A prompt that was computed: keys and values, and the last hidden state of its last token."""
+    """A computed prompt: keys and values, and the last hidden state of its last token."""
 
     kv: PromptKv
     hidden: Tensor
@@ -54,7 +54,7 @@ class PrefilledPrompt:
     """Offset of the next token's position from the number of tokens before it (M-RoPE), or 0 without
     images."""
     experts: Tensor | None = None
-    """Experts that its tokens took [P, L, E], MoE models only; on the CPU, in memory of its own."""
+    """Experts of its tokens [P, L, E] on the CPU (MoE models only), as a copy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,13 +63,13 @@ class CachedSequence:
 
     ids: tuple[int, ...]
     pictures: bytes
-    """The digest of the images among them."""
+    """Digest of the images."""
     kv: PromptKv
     experts: Tensor | None
     place: int
-    """Where it is found: a hash of its tokens."""
+    """Hash of its tokens."""
     claims: int = 1
-    """How many finished sequences with equal tokens it stands for."""
+    """Number of finished sequences with equal tokens."""
     beginnings: Sequence[int] = ()
     """Hashes of its first tokens, a BLOCK further each."""
 
@@ -77,7 +77,7 @@ class CachedSequence:
         return len(self.ids)
 
     def begins(self, prompt: PromptKey) -> bool:
-        """Return True if the prompt continues from these tokens, with the same images and experts."""
+        """Return True if the prompt extends this sequence, with the same images and experts."""
         alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
         return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
 
@@ -109,16 +109,16 @@ def _agree(cached: Tensor | None, requested: Tensor | None) -> bool:
 
 
 class SequenceCache:
-    """Finished sequences of at most `most` tokens in all; those that nobody asked for longest go first.
+    """LRU cache of finished sequences with at most `most` tokens in total.
 
-    At most `sequences` of them, if it is given: states of short ones are as large as those of long ones.
-    They are found by a hash of their tokens, in time that depends on the prompt's length alone.
+    `sequences` limits their number, because states of short sequences are as large as those of long ones.
+    Lookup by a hash of tokens takes time proportional to the prompt's length.
     """
 
     def __init__(self, most: int, sequences: int | None = None) -> None:
         self.tokens = self.nbytes = 0
         self._most, self._sequences = most, sequences
-        # From those put in or used longest ago to the newest.
+        # From least to most recently used.
         self._by_hash: dict[int, CachedSequence] = {}
         self._by_beginning: dict[int, CachedSequence] = {}
 
@@ -131,7 +131,7 @@ class SequenceCache:
         self.tokens = self.nbytes = 0
 
     def put(self, ids: tuple[int, ...], pictures: bytes, kv: PromptKv, experts: Tensor | None) -> None:
-        """Keep a sequence, its keys and values in memory of its own, unless it is longer than all may be."""
+        """Store a sequence with a copy of its keys and values, unless it exceeds the cache."""
         if len(ids) > self._most:
             return
         places = _hashes(ids, pictures)
@@ -153,9 +153,9 @@ class SequenceCache:
         self.nbytes += kept.kv.nbytes
 
     def find(self, prompt: PromptKey) -> CachedSequence | None:
-        """Return the longest cached sequence that the prompt continues with at least one token.
+        """Return the longest cached sequence that the prompt extends by at least one token.
 
-        It may be the beginning of one, of at least half of the prompt.
+        It may be the beginning of one, if that is at least half of the prompt.
         """
         if not self._by_hash:
             return None
@@ -171,9 +171,8 @@ class SequenceCache:
         return None
 
     def use(self, kept: CachedSequence, times: int) -> None:
-        """`times` sequences continued from this entry; it leaves once all it stands for were continued.
-
-        To continue from a beginning of one leaves it where it is, for its own next turn.
+        """Record that `times` sequences extended this entry. It is removed after all its sequences were
+        extended. An entry of which only the beginning was used stays, for its own next turn.
         """
         if self._by_hash.get(kept.place) is not kept:
             return

@@ -1,4 +1,4 @@
-"""Requests on their way through the torch engine, and the queue of those that wait for a slot."""
+"""Requests of the torch engine, and the queue of those that wait for a slot."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from practicum.engines.torch.sampler import Draw
 
 @dataclass(eq=False, slots=True)
 class GenerateJob(Job):
-    """One answer to sample."""
+    """A response to sample."""
 
     prompt: PromptKey
     sampling: Sampling
     draw: Draw
     key: int
     keep: bool = False
-    """Whether a later prompt is likely to continue from the answer."""
+    """True if a later prompt is likely to extend the response."""
     written: tuple[int, ...] = ()
-    """The last tokens of the prompt, if they belong to the answer: those that are sure (`confirm.py`)."""
+    """Number of final prompt tokens that are confirmed tokens of the response (`confirm.py`)."""
     prompt_experts: Tensor | None = field(default=None, init=False)
-    """Of a MoE model, once the prompt is computed."""
+    """Experts of the prompt, once computed (MoE models only)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class ScoreJob(Job):
 
     @property
     def prefix(self) -> PromptKey:
-        """All before the tokens to score, images included."""
+        """Everything before the tokens to score, including images."""
         return PromptKey.of(self.request.ids[: self.request.start], self.request.images)
 
     @property
@@ -54,7 +54,8 @@ class ScoreJob(Job):
 
 
 class Admission(NamedTuple):
-    """Requests of one prompt that get slots now, and what is computed of it: all, a beginning, or nothing."""
+    """Requests of a prompt that receive slots, and the computed part of the prompt: all, a prefix, or
+    nothing."""
 
     prompt: PromptKey
     jobs: list[GenerateJob]
@@ -63,9 +64,10 @@ class Admission(NamedTuple):
 
 
 class RequestQueue:
-    """Waiting requests, first come first served by prompt: those with equal prompts go together.
+    """Queue of requests, first come first served by prompt. Requests with equal prompts are admitted
+    together.
 
-    So at most one prompt at a time is computed but still has requests waiting; it is kept until they are in.
+    So at most one computed prompt has waiting requests, and it is kept until all are admitted.
     """
 
     def __init__(self) -> None:
@@ -76,11 +78,11 @@ class RequestQueue:
         return bool(self._groups)
 
     def add(self, job: GenerateJob) -> None:
-        """Wait after those that came before, or beside those that have the same prompt."""
+        """Append a request, or add it to those with the same prompt."""
         self._groups.setdefault(job.prompt, deque()).append(job)
 
     def keep(self, prompt: PromptKey, computed: PrefilledPrompt) -> None:
-        """Remember a computed prompt while requests for it wait."""
+        """Keep a computed prompt while requests for it wait."""
         if prompt in self._groups and prompt not in self._kept:
             self._kept[prompt] = replace(computed, kv=computed.kv.copy(), hidden=computed.hidden.clone())
 

@@ -31,18 +31,18 @@ def _column(number: int) -> Any:
 class RunningBatch:
     """Running sessions in rows 0..count-1, and their sequences in slots 0..sequences-1.
 
-    With `routes`, it also keeps which experts the tokens took.
+    With `routes`, it also stores the experts of the tokens.
     """
 
     def __init__(self, slots: int, context: int, device: torch.device, routes: Routes | None = None) -> None:
         self.jobs: list[GenerateJob] = []
         self.draws: Counter[Draw] = Counter()
-        """How many rows are sampled in each way."""
+        """Number of rows by sampling settings."""
         self.sequences = 0
-        # One matrix, so that a row moves at once; columns are named below.
+        # One matrix, so that a row moves in one copy. Columns are named below.
         self._state = torch.zeros(slots, 9, dtype=torch.int64, device=device)
         self._stops = torch.full((slots, 1), _NO_TOKEN, dtype=torch.int64, device=device)
-        # What was sampled stays where it is when rows move: `_out` says where.
+        # Sampled tokens stay in place when rows move. `_out` has their row.
         self._tokens = torch.empty(slots, context, dtype=torch.int64, device=device)
         self._logprobs = torch.empty(slots, context, dtype=torch.float32, device=device)
         self._plain = torch.empty(slots, context, dtype=torch.float32, device=device)
@@ -100,20 +100,20 @@ class RunningBatch:
         self.draws.update(job.draw for job in jobs)
 
     def by_draw(self) -> list[tuple[Draw, list[int]]]:
-        """Return the rows that are sampled in each way."""
+        """Return the rows by sampling settings."""
         if len(self.draws) == 1:
             return [(next(iter(self.draws)), list(range(self.count)))]
         rows = list(enumerate(self.jobs))
         return [(draw, [row for row, job in rows if job.draw == draw]) for draw in self.draws]
 
     def note_experts(self, experts_SLE: Tensor) -> None:
-        """Keep which experts each sequence's newest token took."""
+        """Store the experts of each sequence's newest token."""
         assert self._experts is not None
         experts_BLE = experts_SLE[self.slot_B].to(self._experts.dtype)
         self._experts[self._out_B, self.made_B - 1] = experts_BLE
 
     def append(self, sampled: Sampled) -> tuple[list[int], list[Finish]]:
-        """Add one token to every row. Return the rows that are finished by it, and why."""
+        """Append one token to every row. Return the rows that finish with it, and their finish reasons."""
         place = (self._out_B, self.made_B)
         self._tokens[place] = sampled.tokens_B
         self._logprobs[place] = sampled.logprobs_B.to(torch.float32)
@@ -126,7 +126,7 @@ class RunningBatch:
         return finished.tolist(), ["stop" if hit else "length" for hit in stopped]
 
     def generations(self, rows: Sequence[int], finishes: Sequence[Finish], version: int) -> list[Generation]:
-        """Return what these rows have sampled, on the CPU, in separate memory."""
+        """Return copies of the samples of these rows on the CPU."""
         if not rows:
             return []
         index = torch.tensor(rows, device=self._state.device)

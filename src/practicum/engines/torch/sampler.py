@@ -1,8 +1,7 @@
-"""From logits to tokens: temperature, cuts, and inverse-CDF sampling with one uniform number per token.
+"""Sample tokens from logits: temperature, truncation, and inverse-CDF sampling with one uniform per token.
 
-That number is a hash of what the token is: a generation's key is a hash of its `Counter`, the number at a
-position is splitmix64's output for (key, position). So a sample depends on nothing but its own identity: not
-on the batch, the slot, or the order.
+The uniform number is splitmix64's output for (key, position), where a generation's key is a hash of its
+`Counter`. So a sample depends only on its identity, not on batch, slot or order.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MASK = (1 << 64) - 1
 
 
 class Draw(NamedTuple):
-    """The part of Sampling that shapes the distribution; rows with equal draws are sampled together."""
+    """The settings of Sampling that shape the distribution. Rows with equal settings are sampled together."""
 
     greedy: bool = False
     temperature: float = 1.0
@@ -43,7 +42,7 @@ class Draw(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens and their logprobs: under the distribution sampled from, and under the model's own."""
+    """Tokens, and their logprobs under the sampling distribution and the model's distribution."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -51,11 +50,11 @@ class Sampled(NamedTuple):
 
 
 def sample(logits_SV: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor) -> Sampled:
-    """Sample a token for each uniform number, from row `row_B` of the logits; these ascend.
+    """Sample a token for each uniform number from row `row_B` of the logits, in ascending order of rows, with
+    temperature, top-k, top-p and min-p in this order.
 
-    Cuts apply in this order: temperature, top-k, top-p, min-p. Greedy takes the best token, with its logprob
-    at temperature 1. Where nothing is cut, logprobs are those that learner and teachers compute of the same
-    logits.
+    Greedy takes the most likely token, with its logprob at temperature 1. Without truncation, logprobs equal
+    those of learner and teachers for the same logits.
     """
     plain_SV = log_distribution(scaled_logits(logits_SV, 1.0))
     if draw.greedy:
@@ -78,15 +77,15 @@ def sample(logits_SV: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor) -> S
 def _check_finite(sum_B: Tensor) -> None:
     if not bool(sum_B.isfinite().all()):
         raise EngineError(
-            "the model gives logits that are not finite: its weights are broken, or its dtype overflows"
+            "the model's logits are not finite: its weights are corrupt, or its dtype overflows"
         )
 
 
 def cut(weights_BV: Tensor, draw: Draw) -> Tensor:
-    """Set to 0 the probabilities that top-k, top-p and min-p cut.
+    """Set to 0 the probabilities that top-k, top-p and min-p exclude.
 
-    top-k keeps exactly k; top-p the smallest set of best tokens that has this share of what top-k left; min-p
-    what has at least this share of the best token's probability.
+    top-k keeps exactly k tokens, top-p the smallest set of most likely tokens with this share of the
+    remaining mass, and min-p tokens with at least this share of the largest probability.
     """
     if draw.top_k > 0 or draw.top_p < 1.0:
         weights_BV = _cut_ranked(weights_BV, draw.top_k, draw.top_p, _FIRST_LOOK)
@@ -142,9 +141,9 @@ def skip_ahead(key: int, count: int) -> int:
 
 
 def uniforms(key_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return float64 [B] in [0, 1), one for each (key, position); both are int64.
+    """Return float64 [B] in [0, 1) for each (key, position), which are int64.
 
-    52 bits: the largest value is so far below 1 that its product with a total never rounds up to it.
+    Uses 52 bits, so that the product of the largest value with a total never rounds up to the total.
     """
     x = key_B + (position_B + 1) * _signed(_GAMMA)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):

@@ -1,4 +1,4 @@
-"""Continuous batching: which requests are computed when. `Scheduler.step` is the torch engine's work."""
+"""Continuous batching: decide which requests to compute. The torch engine runs `Scheduler.step`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from practicum.errors import EngineError
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since an engine was made. Prefilled tokens were computed, reused ones came from the cache.
+    """Counts since the engine's creation. Prefilled tokens were computed, reused ones came from the cache.
 
     Shared tokens are inputs of decoding that a sequence computed for more than one session.
     """
@@ -43,7 +43,7 @@ class EngineStats:
 
 
 class Scheduler:
-    """Sequences in slots and requests that wait for them; used by one thread at a time."""
+    """Sequences in slots, and requests that wait for them. Not thread-safe."""
 
     def __init__(
         self, runner: ModelRunner, slots: int, context: int, prefill_tokens: int, score_tokens: int
@@ -51,7 +51,7 @@ class Scheduler:
         self.version = 0
         self.stats = EngineStats()
         self.alone = not runner.invariant
-        """True if each turn is confirmed and each sequence scored by itself: `confirm.py`."""
+        """True if turns are confirmed and sequences scored one by one, see `confirm.py`."""
         self.running = RunningBatch(slots, context, runner.device, runner.routes)
         self.waiting = RequestQueue()
         self.cache = SequenceCache(slots * context, slots if runner.seam.states else None)
@@ -60,11 +60,11 @@ class Scheduler:
         self._runner, self._slots, self._context = runner, slots, context
         self._prefill_tokens, self._score_tokens = prefill_tokens, score_tokens
         self.memory: KvMemory | None = None
-        """None while the engine sleeps."""
+        """KV memory, or None while the engine sleeps."""
         self.allocate()
 
     def allocate(self) -> None:
-        """Set KV memory aside, if there is none."""
+        """Allocate KV memory unless it exists."""
         if self.memory is None:
             self.memory = KvMemory(self._runner.token_kv, self._slots, self._context)
 
@@ -77,18 +77,18 @@ class Scheduler:
         return bool(self.running.count or self.waiting or self.scoring or self._drafts)
 
     def free(self) -> None:
-        """Forget all requests and free the KV memory."""
+        """Discard all requests and free the KV memory."""
         self.reset()
         self.memory = None
 
     def reset(self) -> None:
-        """Forget all requests, and what was computed for them."""
+        """Discard all requests and their results."""
         for part in (self.running, self.waiting, self.cache, self.scoring, self._drafts):
             part.clear()
 
     @torch.no_grad()
     def step(self, arrived: list[Job]) -> tuple[list[Outcome], bool]:
-        """Take in new requests and do one turn's work. Return outcomes, and True if work is left."""
+        """Add new requests and run one step. Return outcomes, and True if work remains."""
         if self.memory is None:
             raise EngineError("the engine sleeps: call wake() first")
         for job in arrived:
@@ -114,7 +114,7 @@ class Scheduler:
         for draw, alike in groups:
             slots, row_B = rows.slot_B[alike].unique_consecutive(return_inverse=True)
             parts.append(sample_hidden(self._runner, hidden_S[slots], draw, uniform_B[alike], row_B))
-        # Put them into the rows' order.
+        # Restore the order of the rows.
         back_B = torch.tensor([row for _, alike in groups for row in alike], device=hidden_S.device).argsort()
         return Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
 
@@ -152,7 +152,7 @@ class Scheduler:
                 prompt = one.computed or next(computed)
                 memory.put_prompt(prompt.kv, self.running.sequences, 1)
                 fresh.append(self._start(one, prompt))
-        # In order of length, so that neighbours have little padding between them.
+        # Sorted by length, so that adjacent rows need little padding.
         begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
         fresh += self._extend(memory, begun) if begun else []
         self.stats.most_rows = max(self.stats.most_rows, self.running.count)
@@ -187,7 +187,7 @@ class Scheduler:
         jobs, slots = [self.running.jobs[row] for row in done], self.running.slot_B[done].tolist()
         made = list(zip(jobs, self.running.generations(done, finishes, self.version), strict=True))
         for slot, (job, generation) in zip(slots, made, strict=True):
-            if job.keep:  # the last token was never an input: nothing is computed of it
+            if job.keep:  # the last token was never an input and has no cache
                 ids = (*job.prompt.ids, *generation.tokens[:-1].tolist())
                 self.cache.put(ids, job.prompt.pictures, memory.prompt(slot, len(ids)), generation.experts)
         self._regroup(memory, done)
@@ -197,7 +197,7 @@ class Scheduler:
         return [*made]
 
     def _confirm(self) -> list[Outcome]:
-        """Compute drafted turns again, each alone; those that were wrong wait for a slot again."""
+        """Recompute drafted turns one by one. Rejected ones return to the queue."""
         drafts, self._drafts = self._drafts, []
         outcomes: list[Outcome] = []
         for job, draft in drafts:
@@ -217,14 +217,14 @@ class Scheduler:
             memory.move(source, target, length)
 
     def _score(self) -> list[Outcome]:
-        """Score one forward call's worth of requests."""
+        """Score the requests of one forward pass."""
         jobs: list[ScoreJob] = []
         seen: set[Prefix] = set()
         tokens = 0
         while self.scoring:
             job = self.scoring[0]
             if not job.abandoned:
-                prefix = job.adapter, job.prefix  # computed once for all jobs that share it
+                prefix = job.adapter, job.prefix  # computed once for all jobs with this prefix
                 tokens += len(job.targets) - 1 + (0 if prefix in seen else len(job.prefix))
                 seen.add(prefix)
                 if jobs and tokens > self._score_tokens:

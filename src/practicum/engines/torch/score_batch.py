@@ -1,7 +1,7 @@
-"""Logprobs of given tokens: packed without padding, and never all tokens times the vocabulary at once.
+"""Score given tokens, packed without padding, and without logits of all tokens in memory.
 
-What jobs have in common at their beginnings is computed once. A job's numbers are the same,
-bit for bit, whatever else is in its batch (`cpu/batch_invariance.py`); others may have other adapters.
+Equal beginnings of jobs are computed once. A job's numbers are bit-identical in any batch
+(`cpu/batch_invariance.py`), even with jobs of other adapters.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LOGITS_AT_ONCE = 2**22
 
 
 def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> list[Scores]:
-    """Score jobs by one forward call. Each must have at least one token to score."""
+    """Score jobs in one forward pass. Each must have at least one token to score."""
     order = sorted(range(len(jobs)), key=lambda i: jobs[i].adapter)
     groups = [order]
-    if runner.seam.states:  # the rows of state layers have one adapter
+    if runner.seam.states:  # rows of recurrent layers share one adapter
         groups = [list(group) for _, group in groupby(order, key=lambda i: jobs[i].adapter)]
     hidden: dict[int, Tensor] = {}
     for group in groups:
@@ -45,7 +45,7 @@ def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> 
         logprobs, ids, best = _logprobs(runner, hidden_N, target_N, options)
         columns = [logprobs, ids, best, *([hidden_N.float().cpu()] if options.hidden else [])]
         lengths = [len(jobs[i].targets) for i in places]
-        # Each has memory of its own: a view would keep the whole batch's.
+        # Copied, because a view would keep the whole batch in memory.
         parts = ([part.clone() for part in column.split(lengths)] for column in columns)
         for i, (picked, top_ids, top_best, *kept) in zip(places, zip(*parts, strict=True), strict=True):
             top = (top_ids, top_best) if options.top_k else (None, None)
@@ -54,12 +54,12 @@ def score_batch(runner: ModelRunner, jobs: Sequence[ScoreJob], version: int) -> 
 
 
 Prefix = tuple[str, PromptKey]
-"""What jobs may share: an adapter, and what comes before the tokens to score."""
+"""Key that jobs may share: an adapter, and the prefix before the tokens to score."""
 
 
 def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     """Return hidden states [R, H] that predict the tokens of each job."""
-    # The last token predicts nothing that was asked for, so it is no input.
+    # The last token predicts no scored token, so it is not an input.
     tails = [tuple(job.targets[:-1]) for job in jobs]
     prefixes = [job.prefix for job in jobs]
     tokens = TokenRows(
@@ -84,7 +84,7 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
 
 
 def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:
-    """Return the rows of each adapter, of sequences one after the other with their adapters and lengths."""
+    """Return the rows of each adapter, for packed sequences with adapters and lengths."""
     parts: list[RowPart] = []
     ends = accumulate(length for _, length in rows)
     for (adapter, length), end in zip(rows, ends, strict=True):

@@ -1,9 +1,9 @@
-"""The torch engine: any transformers causal LM, with continuous batching and KV memory that grows.
+"""The torch engine: continuous batching with growing KV memory, for any transformers causal LM.
 
 Equal prompts are computed once, and sessions decode as one sequence until their tokens differ. A prompt that
-continues a cached answer, or the beginning of one, is computed only from there on. Left out on purpose:
-paging (all slots are as long as the longest running sequence). This file is what callers use; the engine's
-work is `scheduler.step`.
+extends a cached sequence, or its beginning, is computed only from there. Paging (all slots are as long as the
+longest running sequence) is intentionally left out. This file has the interface, and `scheduler.step` does
+the work.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from practicum.models.vision import Images, picture_spans
 
 
 class TorchEngine(Engine):
-    """Samples and scores with the model object it is given; see `protocol.Engine`.
+    """Samples and scores with a model object. See `protocol.Engine`.
 
-    `slots` sequences are decoded together, each of up to `context` tokens with its prompt. One forward call
-    takes up to `prefill_tokens` tokens of prompts, or `score_tokens` to score (a longer sequence goes alone).
-    The cache of answers holds slots x context tokens. With `owns_weights`, a sleeping engine may offload
-    them: nobody else may use the model then.
+    Decodes `slots` sequences together, each of up to `context` tokens including its prompt. A forward pass
+    takes up to `prefill_tokens` tokens of prompts, or `score_tokens` tokens to score (longer sequences run
+    alone). The cache holds slots × context tokens. With `owns_weights`, a sleeping engine may offload the
+    model, which must not be shared.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TorchEngine(Engine):
     ) -> None:
         longest = context_length(model)
         if longest is not None and context > longest:
-            raise EngineError(f"a context of {context} tokens is more than the model's {longest}")
+            raise EngineError(f"a context of {context} tokens exceeds the model's {longest}")
         self.version = 0
         self.model: PreTrainedModel = model
         self.owns_weights = owns_weights
@@ -87,7 +87,7 @@ class TorchEngine(Engine):
 
     @property
     def idle(self) -> bool:
-        """True if nobody waits for it and no sequence is in it."""
+        """True if it has no requests."""
         return not self.thread.open_jobs and not self.scheduler.busy
 
     @property
@@ -115,8 +115,8 @@ class TorchEngine(Engine):
         if not self.runner.invariant:
             kind = f"{self.runner.device.type}, {str(self.model.dtype).removeprefix('torch.')}"
             lines.append(
-                f"logprobs depend in their last bits on what else is in the engine's batch ({kind}): each is "
-                "computed alone, so that runs repeat"
+                f"logprobs depend in their last bits on the rest of the engine's batch ({kind}), so each is "
+                "computed alone to make runs repeatable"
             )
         return lines
 
@@ -126,7 +126,7 @@ class TorchEngine(Engine):
         request.check(self.runner.vocab, self._context)
         self._check_images(ids, request.images)
         routes, experts = self.runner.routes, request.experts
-        if routes is None:  # experts can't be taken again, if there are any
+        if routes is None:  # experts, if any, can't be replayed
             experts = None
         elif experts is not None and (
             len(experts) > len(ids) or experts.shape[1:] != (routes.layers, routes.per_token)
@@ -151,9 +151,9 @@ class TorchEngine(Engine):
         return await self.thread.submit(ScoreJob(replace(request, ids=list(ids)), options))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take these weights by name, without a copy where they are the engine's own tensors already.
+        """Load these weights by name, without a copy if they are the engine's tensors.
 
-        Raise an EngineError, with nothing changed, if they do not fit or while requests are in flight.
+        Raise EngineError without any change if they do not fit or requests are in flight.
         """
         self._check_idle("load weights")
         with self.thread.turn:
@@ -164,7 +164,8 @@ class TorchEngine(Engine):
         self.thread.order.begin_anew(self.thread)
 
     def sleep(self) -> Memory:
-        """Free KV memory and packed weights. Return what was freed; `offload` then frees the weights too."""
+        """Free KV memory and packed weights. Return the freed bytes. `offload` can then free the weights
+        too."""
         self._check_awake()
         self._check_idle("sleep")
         with self.thread.take_turn("go to sleep"):
@@ -172,14 +173,14 @@ class TorchEngine(Engine):
             self.scheduler.free()
             self.runner.forget_packed()
             packed = before.weights - self.memory().weights
-            if not self.on_cpu:  # a CPU's KV memory is in pages that go back by themselves
+            if not self.on_cpu:  # on a CPU, the pages of KV memory are returned automatically
                 return_memory(self.runner.device)
         return Memory(packed, before.kv)
 
     def offload(self, where: OffloadTarget) -> Memory:
-        """Move a sleeping engine's weights to the host's memory or to disk. Return what its device gained.
+        """Move a sleeping engine's weights to host memory or disk. Return the freed bytes of its device.
 
-        On a CPU, its memory is the host's: only disk frees it.
+        On a CPU, only moving to disk frees memory.
         """
         if self.awake:
             raise EngineError("only a sleeping engine can offload its weights")
@@ -195,7 +196,7 @@ class TorchEngine(Engine):
 
     def wake(self) -> None:
         if self.closed:
-            raise EngineError("the engine is closed: make a new one")
+            raise EngineError("the engine is closed: create a new one")
         with self.thread.take_turn("wake"):
             if self.offloaded is not None:
                 self.offloaded.restore()
@@ -222,7 +223,7 @@ class TorchEngine(Engine):
 
     def _check_awake(self) -> None:
         if not self.awake:
-            why = "is closed: make a new one" if self.closed else "sleeps: call wake() first"
+            why = "is closed: create a new one" if self.closed else "sleeps: call wake() first"
             raise EngineError(f"the engine {why}")
 
     def _check_weights(self, what: str) -> None:
@@ -235,9 +236,9 @@ class TorchEngine(Engine):
             raise EngineError(f"can't {what} with {count} requests in flight: await or cancel them first")
 
     def _check_images(self, ids: Sequence[int], images: Images | None) -> None:
-        """Refuse images that do not fit here, as the caller's error and not every request's."""
+        """Raise for images that do not fit, so that only this request fails."""
         if images is None:
             return
         if not self.runner.sees:
-            raise EngineError(f"{type(self.model).__name__} takes no pictures: it is not a vision model")
+            raise EngineError(f"{type(self.model).__name__} takes no images: it is not a vision model")
         picture_spans(self.model.config, ids, images)

@@ -1,4 +1,4 @@
-"""The module that vLLM's processes run first, in place of the user's script: they end with their parent."""
+"""Main module of vLLM's processes, in place of the user's script. It ends them with their parent."""
 
 from __future__ import annotations
 

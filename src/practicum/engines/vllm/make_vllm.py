@@ -1,4 +1,4 @@
-"""vLLM engines as recipes describe them: from a model in this process, or from a folder that vLLM reads."""
+"""Create vLLM engines from recipes: from a model in this process, or a folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
 _ADAPTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose adapters were tried."""
+"""Model families with tested adapters."""
 _BLOCK = 32
-"""Tokens of a block of KV memory on a CPU, where blocks are largest."""
+"""Tokens per block of KV memory on a CPU, where blocks are largest."""
 _SCORED_SLOTS = 64
-"""Sequences that vLLM scores concurrently; batch_tokens is what bounds its memory."""
+"""Maximum sequences to score concurrently. batch_tokens limits the memory."""
 _UNDECLARED = 8192
-"""Longest sequence in tokens for a model that does not declare one."""
+"""Maximum sequence length of a model that does not declare one."""
 
 
 class VllmKind:
@@ -62,12 +62,12 @@ class VllmKind:
         )
 
     def share_order(self, engines: Sequence[Engine]) -> None:
-        """vLLM's processes compete as the system lets them."""
+        """Do nothing, as the system schedules vLLM's processes."""
 
     def takes_adapter(self, model: PreTrainedModel) -> bool:
-        """Return True if vLLM computes this model's adapter beside its base.
+        """Return True if vLLM can compute this model's adapter unmerged.
 
-        It does not compute those of experts, which PEFT saves in another form.
+        It can't for experts, whose adapters PEFT saves in another format.
         """
         return (
             has_adapter(model)
@@ -81,14 +81,14 @@ class VllmKind:
     def adapter_problem(self, saved: SavedAdapter, family: str) -> str | None:
         if family not in _ADAPTED_FAMILIES:
             tried = ", ".join(sorted(_ADAPTED_FAMILIES))
-            return f"an adapter of a {family} model (those of {tried} were tried)"
+            return f"an adapter of a {family} model (only {tried} are tested)"
         if (rank := saved.config.get("r", 0)) > RANKS[-1]:
             return f"an adapter of rank {rank}, above {RANKS[-1]}"
         if other := next((key for key in ("rank_pattern", "alpha_pattern") if saved.config.get(key)), None):
-            return f"an adapter with {other}, which vLLM does not read"
+            return f"an adapter with {other}, which vLLM does not support"
         layers = (name.partition(".lora_")[0] for name in saved.shapes)
         odd = next((layer for layer in layers if layer.rpartition(".")[2] not in ADAPTED_LAYERS), None)
-        return None if odd is None else f"an adapter on {odd}, which vLLM leaves out"
+        return None if odd is None else f"an adapter on {odd}, which vLLM ignores"
 
     def for_scoring(self, model: FrozenModel) -> Engine:
         engine = _scoring_engine(model, torch.get_num_threads())
@@ -100,7 +100,7 @@ class VllmKind:
 
 
 def _scoring_engine(model: FrozenModel, threads: int) -> VllmEngine:
-    """Return an engine that is not ready yet. An adapter of another base is refused before."""
+    """Create an engine without waiting for it. Raise if an adapter belongs to another base."""
     folder, held = TemporaryDirectory(prefix="practicum-vllm-"), model.held
     path, dtype = model.spec.path or folder.name, getattr(torch, model.spec.dtype)
     weights: WeightSource | None = None
@@ -142,9 +142,9 @@ def _scoring_engine(model: FrozenModel, threads: int) -> VllmEngine:
 
 
 def _prepare_base(model: FrozenModel, folder: str) -> None:
-    """Refuse adapters of another base. Write the base to the folder if it is not in one.
+    """Raise for adapters of another base. Write the base to the folder unless it is in one.
 
-    To compare weights they are loaded here for a moment, unless they are the student's own.
+    Weights are loaded temporarily for the comparison, unless they are the student's.
     """
     is_made = model.spec.path is None
     base = model.student if model.student is not None and has_adapter(model.student) else None
@@ -162,7 +162,7 @@ def _prepare_base(model: FrozenModel, folder: str) -> None:
 def _write_config(model: PreTrainedModel, folder: str) -> str:
     """Write the config of a model whose weights are sent. Return the folder."""
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]  # a model that was not loaded from a folder has none
+    config.architectures = [type(model).__name__]  # missing in a model that was not loaded from a folder
     config.save_pretrained(folder)
     return folder
 
@@ -175,7 +175,7 @@ def _setup(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * max(1, heads // parallel) * width * dtype.itemsize
-    # Each sequence has a block that is not full.
+    # The last block of each sequence is not full.
     blocks = -(-kv_tokens // _BLOCK) + more["slots"] + 1
     settings = {"kv_bytes": token_bytes * _BLOCK * blocks, "tensor_parallel": parallel, "where": key}
     dtype_name = str(dtype).removeprefix("torch.")

@@ -51,7 +51,7 @@ class VllmFacts(NamedTuple):
 
 
 class VllmEngine(Engine):
-    """Samples and scores by vLLM; see `protocol.Engine`.
+    """Samples and scores with vLLM. See `protocol.Engine`.
 
     Weights are sent by `load_weights`, unless the setup lets vLLM load them. `weights` returns them for an
     engine that wakes, with their version. `folder` has the model's configuration, and goes with the engine.
@@ -144,7 +144,7 @@ class VllmEngine(Engine):
         ]
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one answer. Prompts that begin alike share whole blocks of KV memory."""
+        """Sample a response. Prompts with a common prefix share full blocks of KV memory."""
         if request.images is not None or request.experts is not None:
             raise EngineError("images and replayed experts need the torch engine")
         request.check(self.facts.vocab, self._setup.context)
@@ -162,7 +162,7 @@ class VllmEngine(Engine):
         return await self._ask(lambda: self._score(request, options), "a score")
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Take these weights. After an error the engine refuses to work until all of another load came."""
+        """Load these weights. After an error, the engine can't be used until another load completes."""
         self._check_idle("load weights")
         if self._write_adapter is not None:
             self._send_adapter(dict(weights), version)
@@ -174,7 +174,7 @@ class VllmEngine(Engine):
         self.version, self._broken = version, None
 
     def _send_adapter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Put an adapter into a folder for vLLM, where it stays until the next one has replaced it."""
+        """Write an adapter to a folder for vLLM, where it stays until the next one replaces it."""
         assert self._write_adapter is not None
         old, self._sent_adapter = self._sent_adapter, None
         if old is not None:
@@ -194,7 +194,7 @@ class VllmEngine(Engine):
         """Load an adapter in PEFT's format, which requests may name. The folder must stay."""
         from vllm.lora.request import LoRARequest
 
-        # vLLM caches prompts by the adapter's number: no two may have the same one.
+        # vLLM caches prompts by the adapter's number, so numbers must be unique.
         request = LoRARequest(name, next(self._numbers), folder)
         self._add_adapter(request)
         self._adapters[name] = request
@@ -208,7 +208,7 @@ class VllmEngine(Engine):
             raise EngineError(f"vLLM did not take the adapter {request.lora_name}")
 
     def sleep(self) -> Memory:
-        """Free memory until `wake`. What vLLM needs beside weights and KV memory stays."""
+        """Free weights and KV memory until `wake`. vLLM's other memory stays."""
         self._check_idle("sleep")
         if self._source is None and not self._has_folder_weights:
             raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
@@ -222,7 +222,7 @@ class VllmEngine(Engine):
         return freed
 
     def wake(self) -> None:
-        """Be ready again, with the weights as they were. An engine that is awake stays as it is."""
+        """Become ready again, with the same weights. Has no effect on an awake engine."""
         if not self._asleep:
             return
         if self._own_sleep:
@@ -349,7 +349,7 @@ class VllmEngine(Engine):
 
     def _check_awake(self) -> None:
         if self._closed:
-            raise EngineError("the engine is closed: make a new one")
+            raise EngineError("the engine is closed: create a new one")
         if self._asleep:
             raise EngineError("the engine sleeps: call wake() first")
 

@@ -16,13 +16,13 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines would all take the first core
     "TORCHDYNAMO_DISABLE": "1",  # it would stall for a compiler at the first logprobs
-    "GOMP_SPINCOUNT": "0",  # threads that wait must not take the cores of others
+    "GOMP_SPINCOUNT": "0",  # waiting threads must not occupy cores
     "MALLOC_ARENA_MAX": "1",  # from several arenas, the C library does not return all memory
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest ranks of adapters that vLLM can be made for."""
+"""Maximum adapter ranks that vLLM supports."""
 ADAPTED_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers that may have adapters. Not the head: vLLM takes the adapters of its logits by the places of sampled
 tokens, and those of a prompt have others; with several prompts in one pass it ends there."""
@@ -30,7 +30,7 @@ tokens, and those of a prompt have others; with several prompts in one pass it e
 
 @dataclass(frozen=True, slots=True)
 class VllmSetup:
-    """How to make the engine. The model's folder needs weights only with `loads`: else they are sent."""
+    """Settings of the engine. The model's folder needs weights only with `loads`, otherwise they are sent."""
 
     model: str
     dtype: str

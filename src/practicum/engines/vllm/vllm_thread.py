@@ -32,7 +32,7 @@ from practicum.engines.vllm.vllm_setup import VllmSetup
 from practicum.errors import EngineError
 
 CALL_S = 300.0
-"""Seconds that vLLM may take for any call but sampling and scoring."""
+"""Deadline in seconds of all vLLM calls except sampling and scoring."""
 _SHUTDOWN_S = 3.0
 _STARTING = threading.Lock()
 _CALL_PREFIX = re.compile(
@@ -76,14 +76,15 @@ class VllmThread:
         return self._process.pid
 
     def ready(self, first: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Wait until vLLM has loaded the model and done a `first` request: some models can only be made."""
+        """Wait until vLLM has loaded the model and completed a `first` request, which fails for some
+        models."""
         setup = self._setup
         try:
             self._made.result(setup.start_s)
             asyncio.run_coroutine_threadsafe(first(), self._loop).result(CALL_S)
         except TimeoutError:
             raise EngineError(
-                f"vLLM was not ready after {setup.start_s:g} s: give the machine less to do"
+                f"vLLM was not ready after {setup.start_s:g} s: reduce the load of the machine"
             ) from None
         except Exception as error:
             self._raise_if_killed("starting")
@@ -102,7 +103,7 @@ class VllmThread:
         except TimeoutError:
             future.cancel()
             raise EngineError(
-                f"vLLM of {self._setup.where}: no answer within {CALL_S:g} s ({about})"
+                f"vLLM of {self._setup.where}: no response within {CALL_S:g} s ({about})"
             ) from None
 
     def call(self, method: str, *args: Any, **more: Any) -> Any:
@@ -140,7 +141,7 @@ class VllmThread:
 
     def _submit(self, work: Callable[[], Coroutine[Any, Any, T]], about: str) -> Future[T]:
         if self._closed:
-            raise EngineError("the engine is closed: make a new one")
+            raise EngineError("the engine is closed: create a new one")
         return asyncio.run_coroutine_threadsafe(self._guarded(work, about), self._loop)
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, T]], about: str) -> T:
@@ -224,7 +225,7 @@ class VllmThread:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a process that is started in the block. vLLM sets others, which are undone too."""
+    """Set variables for a process that starts inside the context. Variables set by vLLM are restored too."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -237,7 +238,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _core_main() -> Iterator[None]:
-    """Have processes that are started in the block run `core_main` instead of the user's script."""
+    """Make processes that start inside the context run `core_main` instead of the user's script."""
     script, replaced = sys.modules["__main__"], ModuleType("__main__")
     replaced.__spec__ = importlib.util.find_spec(core_main.__name__)
     sys.modules["__main__"] = replaced

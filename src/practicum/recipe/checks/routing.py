@@ -59,7 +59,8 @@ def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[Recip
             )
     total = math.fsum(shares.values())
     if abs(total - 1) > 1e-6:
-        yield RecipeError("route.shares", f"a sum of {total:g}", "a sum of 1")
+        found = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
+        yield RecipeError("route.shares", f"{{{found}}}, a sum of {total:g}", "a sum of 1")
 
 
 def _lost(route: Route, teachers: Iterable[str]) -> Iterator[RecipeError]:

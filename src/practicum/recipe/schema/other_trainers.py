@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _BATCH = "train.prompts and rollout.samples: their product is the number of responses per step"
@@ -161,12 +161,18 @@ _VALUE_KEYS = {
 }
 
 
-def equivalent_key(key: str, value: Any) -> str | None:
-    """Return what to write for another trainer's key, or for each known key in a section of it, or None."""
+def equivalent_key(key: str, value: Any, ours: Mapping[str, Sequence[str]]) -> str | None:
+    """Return what to write for another trainer's key, or for each known key in a section of it, or None.
+
+    `ours` are the keys of a recipe by their last word, which sections of other trainers have too.
+    """
     if text := _equivalent(key, value):
         return f"use {text}"
-    inner = ((name, _equivalent(name, leaf)) for name, leaf in _leaves(key, value))
-    return "\n    ".join(f"{name}: use {text}" for name, text in inner if text) or None
+    inner = {name: _equivalent(name, leaf) for name, leaf in _leaves(key, value)}
+    if any(inner.values()):
+        own = {name: " or ".join(ours.get(name.rpartition(".")[2], ())) for name in inner}
+        inner = {name: text or own[name] for name, text in inner.items()}
+    return "\n    ".join(f"{name}: use {text}" for name, text in inner.items() if text) or None
 
 
 def equivalent_value(key: str, value: Any) -> str | None:

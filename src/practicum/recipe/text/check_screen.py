@@ -1,4 +1,4 @@
-"""The summary of `practicum check`: findings, changes from the defaults and sizes on one screen."""
+"""The summary of `practicum check` on one screen: sizes, warnings, changes from the defaults, findings."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.section import Section
 
 LINES, COLUMNS = 40, 100
-_FINDINGS = 16
+_FINDINGS = 12
 """Maximum lines of findings without --all."""
 _WIDEST = 38
 """Maximum columns of keys and values. Longer ones are cut."""
 
 
 def screen(
-    loaded: LoadedRecipe, findings: Sequence[str], sizes: Sequence[str], *, everything: bool = False
+    loaded: LoadedRecipe,
+    warnings: Sequence[str],
+    sizes: Sequence[str],
+    findings: Sequence[str],
+    *,
+    everything: bool = False,
 ) -> str:
     """Return the summary, cut to about 40 lines of 100 columns unless `everything` is set.
 
-    Findings are in order of importance.
+    What will run comes first, then warnings.
     """
     head = [f"{loaded.recipe.name}: {loaded.source}", ""]
-    sizes_lines = _block("sizes", [line for text in sizes for line in _wrapped(text)])
+    head += _block("will run", [line for text in sizes for line in _wrapped(text)])
+    head += _block("warnings", [line for text in warnings for line in _wrapped(text)])
     finding_lines = [line for text in findings for line in _wrapped(text)]
     finding_lines = _block("findings", finding_lines if everything else _cut(finding_lines, _FINDINGS))
-    room = LINES - len(head) - len(finding_lines) - len(sizes_lines) - 4
+    room = LINES - len(head) - len(finding_lines) - 4
     notes, cells = unread_notes(loaded.recipe), [("key", "value", "default")]
     for path, value, default in _changed(loaded.recipe, ""):
         note = f" ({notes[path]})" if path in notes else ""
@@ -41,7 +47,7 @@ def screen(
     rows = _columns(cells)
     rows = rows if everything else _cut(rows, max(8, room))
     changed = _block("differs from the defaults", rows if rows[1:] else ["nothing"])
-    return "\n".join([*head, *finding_lines, *changed, *sizes_lines])
+    return "\n".join([*head, *changed, *finding_lines])
 
 
 def _changed(section: Section, path: str) -> Iterator[tuple[str, Any, Any]]:

@@ -31,6 +31,7 @@ _ALTERNATIVES: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
         "file": ("eval_file", "map", "prompt", "answer"),
         "dataset": ("subset", "split", "eval_split", "map", "prompt", "answer"),
     },
+    ("agent", "loop"): {"command": (), "function": ()},
     ("teachers", "*"): {
         "model": ("url", "adapter", "tokenizer", "dtype", "device", "concurrency", "api_key_env"),
         "student": (),

@@ -68,14 +68,19 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeError:
-    """Return the problem with the origin of the value that was found, or of the list that contains it."""
+    """Return the problem with the origin of the value that was found, or of the list that contains it.
+
+    A mapping to which several files, or a file and --set, contribute has all of their origins.
+    """
     path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
-    beneath = (o for key, o in origins.items() if key == path or key.startswith(f"{path}."))
-    origin = origins.get(path) or next(beneath, None)
-    while origin is None and path:
+    parts: dict[tuple[str, str], Origin] = {}
+    for key, origin in origins.items():
+        if key == path or key.startswith(f"{path}."):
+            parts.setdefault((origin.kind, origin.file), origin)
+    while not parts and path:
         path = path.rpartition(".")[0]
-        origin = origins.get(path)
-    found = problem.found if origin is None else f"{problem.found} ({origin})"
+        parts = {("", ""): origins[path]} if path in origins else {}
+    found = f"{problem.found} ({' and '.join(map(str, parts.values()))})" if parts else problem.found
     return RecipeError(problem.path, found, problem.expected, problem.suggestion)
 
 
@@ -85,16 +90,18 @@ def unknown_key(path: Sequence[str | int], root: type[BaseModel], value: Any = N
     word, level = str(last), dotted(parent) if parent else ""
     valid, prefix = list(keys_of(find_key(parent, root, tagged=False)[2], root)), f"{level}." if level else ""
     where = f"a key of {level}" if level else f"a key of the {'recipe' if root is Recipe else 'file'}"
-    if root is Recipe and level != "distill" and (other := equivalent_key(dotted(path), value)):
+    known = sorted((key for key, _ in all_keys(root)), key=lambda key: key.count("."))
+    by_word: dict[str, list[str]] = {}
+    for key in known:
+        by_word.setdefault(key.rpartition(".")[2], []).append(key)
+    if root is Recipe and level != "distill" and (other := equivalent_key(dotted(path), value, by_word)):
         return where, other
     if close := nearest(word, valid):
         return where, f"did you mean {prefix}{close}?"
-    known = sorted((key for key, _ in all_keys(root)), key=lambda key: key.count("."))
-    if elsewhere := [key for key in known if key.rsplit(".", 1)[-1] == word]:
-        return where, f"did you mean {' or '.join(elsewhere[:3])}?"
-    distant = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-    if close := nearest(word, distant, cutoff=0.75):
-        return where, f"did you mean {distant[close]}?"
+    if word in by_word:
+        return where, f"did you mean {' or '.join(by_word[word][:3])}?"
+    if close := nearest(word, by_word, cutoff=0.75):
+        return where, f"did you mean {by_word[close][0]}?"
     return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key" if root is Recipe else ""
 
 

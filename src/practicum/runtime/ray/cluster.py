@@ -9,11 +9,13 @@ from typing import Any
 
 from practicum.dataplane.stages import Plan
 from practicum.devices import WITHOUT_GPUS, count_cores, count_gpus
-from practicum.errors import ClusterError
+from practicum.errors import ClusterError, RecipeError
 from practicum.learning.minibatches import Cut
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.user_functions import passed_functions
 from practicum.runtime.ray.init_ray import connect, import_ray, set_environment, workers_environment
 from practicum.runtime.ray.placement import STORE, Needs, Node, amounts, needs, refusal, require_room
+from practicum.user_code import error_line
 
 PATIENCE_S = 20.0
 """Seconds to wait for resources that an ending run is about to release."""
@@ -39,10 +41,7 @@ class Cluster:
         """
         runtime = recipe.runtime
         set_environment(runtime)
-        starts = not import_ray().is_initialized() and runtime.address is None
-        if starts:
-            here = Node(float(runtime.cpus or count_cores()), float(count_gpus()))
-            require_room(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
+        starts = _require_room_here(recipe, plan)
         env = workers_environment(runtime.threads or 1)
         with ExitStack() as undo:
             undo.callback(connect(runtime, env))
@@ -89,6 +88,16 @@ def _nodes() -> list[Node]:
     ]
 
 
+def _require_room_here(recipe: Recipe, plan: Plan | None = None) -> bool:
+    """Return True if a run would start a cluster on this machine; a ClusterError if that is too small."""
+    runtime = recipe.runtime
+    if import_ray().is_initialized() or runtime.address is not None:
+        return False
+    here = Node(float(runtime.cpus or count_cores()), float(count_gpus()))
+    require_room(needs(recipe, plan, gpus=here.gpus > 0), [here], started_here=True)
+    return True
+
+
 def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[Any, int]]:
     """Reserve each group of bundles, on one machine if possible; return each bundle's place in its group."""
     from ray.util import placement_group, remove_placement_group
@@ -119,8 +128,20 @@ def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[An
     return places
 
 
-def check_cluster(recipe: Recipe) -> list[str]:
-    """Describe what a recipe needs of a cluster; raise a RecipeError if the ranks can't share its batch."""
+def check_cluster(recipe: Recipe, plan: Plan) -> list[str]:
+    """Describe what a recipe needs of a cluster.
+
+    Raise a RecipeError if the ranks can't share its batch or workers can't be passed a function of a script,
+    and a ClusterError if this machine, where a cluster would be started, is too small.
+    """
+    for use, function in passed_functions(recipe.model_dump_json()).items():
+        try:
+            import_ray().cloudpickle.dumps(function)
+        except Exception as error:
+            found = f"ray, and {use} can't be pickled for its workers: {error_line(error)}"
+            advice = "create what can't be pickled inside the function, or move the function into a module"
+            raise RecipeError("runtime.kind", found, "functions that can be pickled", advice) from None
+    _require_room_here(recipe, plan)
     ranks, engines = recipe.data_parallel, recipe.engine_replicas
     Cut(recipe.train.minibatches, recipe.train.minibatch_size).multiple(ranks)
     plain, with_gpus = (needs(recipe, gpus=gpus) for gpus in (False, True))

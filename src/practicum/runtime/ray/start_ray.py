@@ -21,6 +21,7 @@ from practicum.dataplane.transferqueue.transferqueue_store import start_transfer
 from practicum.observe.records.record_files import RecordPlace
 from practicum.processes.host import START_S
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.user_functions import passed_functions
 from practicum.rewards.reward_scorer import judge_room
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.cluster import Cluster
@@ -143,7 +144,8 @@ class _Starter:
         self, kind: type[Worker], role: str, number: int, threads: int | None = None, **options: Any
     ) -> Any:
         record = None if self.record is None else replace(self.record, role=role, number=number)
-        common = self.recipe, self.plan, self.handle, record, threads
+        functions = passed_functions(self.recipe.model_dump_json())
+        common = self.recipe, self.plan, self.handle, record, functions, threads
         return self._actor(kind, role, number, *common, **options)
 
     async def _begun(

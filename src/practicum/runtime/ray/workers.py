@@ -30,6 +30,7 @@ from practicum.observe.records.record_files import RecordPlace
 from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import RewardModel
+from practicum.recipe.user_functions import take_functions
 from practicum.rewards.judge import CannotScore, Judge, JudgeInput
 from practicum.rewards.local_judges import load_judge
 from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
@@ -72,8 +73,11 @@ class Worker:
         plan: Plan,
         handle: StoreHandle,
         record: RecordPlace | None,
+        functions: Mapping[str, Any],
         threads: int | None = None,
     ) -> None:
+        """`functions` are those of the driver's script or notebook, which a worker can't import."""
+        take_functions(functions)
         # By default the machine's cores are shared among the train pool's devices there.
         cores = max(1, (os.cpu_count() or 1) // recipe.pools.train.devices)
         _set_up(recipe.seed, threads or recipe.runtime.threads or cores)
