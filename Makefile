@@ -78,6 +78,7 @@ bench:  ## Measure against transformers and TRL (its own environment).
 
 docs: .venv-docs/.ready  ## Build the documentation site into site/, strictly.
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@! grep -rlF '```' site --include='*.html' || { echo "these pages show a code block as text"; exit 1; }
 
 clean:  ## Remove the environments and caches.
 	rm -rf $(VENV) $(VLLM_VENV) .venv-docs site .pytest_cache .ruff_cache

@@ -2,7 +2,8 @@
 
 A block with `title="path"` shows a file of the repository, word for word. A yaml block with `on="recipe"`
 shows keys that may be added to a recipe. A block with `file="name"` is a file of the user's beside it. A
-block marked `text output` is what the command before it prints.
+block marked `text output` is what the command before it prints. Commands of a block marked `sh full` are not
+shortened. `python -m pytest` names tests of the suite, which runs them.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Command:
     place: str
     line: str
     output: str | None = None
+    full: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -95,7 +97,7 @@ def commands_of(page: Path) -> list[Command]:
         after = blocks[i + 1] if i + 1 < len(blocks) else None
         output = after.text if after is not None and after.info == "output" else None
         commands += [
-            Command(str(block), line, output if number == len(lines) else None)
+            Command(str(block), line, output if number == len(lines) else None, block.info == "full")
             for number, line in enumerate(lines, start=1)
         ]
     return commands

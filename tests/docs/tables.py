@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from typer.main import get_command
+
+import practicum as pr
 from practicum.checks.learning import RULES
+from practicum.cli import app
 from practicum.dataplane.columns import padding_batch
 from practicum.dataplane.fields import FIELDS, Field
 from practicum.dataplane.ragged import Ragged
@@ -26,7 +30,7 @@ from practicum.tasks.builtin import describe_tasks
 from .pages import PAGES, ROOT, blocks_of
 
 _LETTERS = {"prompt": "P", "response": "R", "sequence": "P+R"}
-_SHOWN = 32
+_SHOWN, _HELP_WIDTH = 32, 100
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -74,14 +78,6 @@ def tasks_table() -> str:
         options = "; ".join(f"`{name}` = {about}" for name, about in task.options.items())
         rows.append((f"`{task.name}`", task.about, f"`{task.prompt}` → `{answer}`", options))
     return table(("kind", "what", "example", "options and their defaults"), rows)
-
-
-def machines_table() -> str:
-    """Keys of a recipe that runs on a cluster, as `practicum schema` has them."""
-    lines = markdown().splitlines()
-    starts = ("| `runtime.", "| `pools.", "| `rollout.replicas`", "| `teachers.<name>.placement.own.")
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(starts)]
-    return table(("key", "takes", "default", "about"), rows)
 
 
 def sample_fields() -> list[str]:
@@ -173,6 +169,36 @@ def _role_file(spec: StageSpec) -> str:
     return next(file for file in files if (ROOT / "src/practicum" / file).is_file())
 
 
+def recipe_keys() -> str:
+    """Return every key of a recipe, as `practicum schema` prints them."""
+    return markdown().removeprefix("# The recipe\n").strip()
+
+
+def command_help() -> str:
+    """Return the help of every command."""
+    commands = getattr(get_command(app), "commands")  # noqa: B009
+    return "\n\n".join(_help_of(name, command) for name, command in commands.items())
+
+
+def _help_of(name: str, command: Any) -> str:
+    context = command.make_context(f"practicum {name}", [], resilient_parsing=True)
+    context.terminal_width = context.max_content_width = _HELP_WIDTH
+    return f"## {name}\n```text\n{command.get_help(context).strip()}\n```"
+
+
+def python_functions() -> str:
+    """Return the signature and the first sentences of each function and class of `import practicum as pr`."""
+    return "\n\n".join(_documented(name) for name in pr.__all__ if not name.startswith("_"))
+
+
+def _documented(name: str) -> str:
+    thing = getattr(pr, name)
+    about = (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
+    signature = str(inspect.signature(thing)).replace("'", "") if inspect.isfunction(thing) else ""
+    shown = f"```text\n{name}{signature}\n```\n" if signature else ""
+    return f"### `pr.{name}`\n{shown}{about}"
+
+
 def advisories_table() -> str:
     """The rules that judge whether a run is learning."""
     named = [(rule.__name__.replace("_", " "), inspect.getdoc(rule) or "") for rule in RULES]
@@ -189,11 +215,13 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "engine protocol": ("rollout.md", engine_table),
     "fields": ("dataplane.md", fields_table),
     "padding rules": ("padding.md", padding_rules_table),
-    "metrics": ("runs.md", metrics_table),
+    "metrics": ("metrics.md", metrics_table),
+    "keys": ("keys.md", recipe_keys),
+    "commands": ("commands.md", command_help),
+    "functions": ("python.md", python_functions),
     "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
-    "machines": ("recipes.md", machines_table),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 

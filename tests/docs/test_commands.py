@@ -36,6 +36,8 @@ def run(command: Command) -> None:
     """Run it in this process; its exit code and its output are what the page says."""
     words = command.words
     target: str | None = None
+    if words[:2] == ["-m", "pytest"]:
+        return names_a_test(words[2])
     if command.line.startswith("python "):
         return subprocess.run([sys.executable, *words], check=True) and None
     if words[0] == "serve":
@@ -44,7 +46,7 @@ def run(command: Command) -> None:
         return serve(command, "", [])
     if ">" in words:
         words, target = words[: words.index(">")], words[words.index(">") + 1]
-    result = CliRunner().invoke(app, [*words, *few(words)])
+    result = CliRunner().invoke(app, [*words, *([] if command.full else few(words))])
     failed = result.exception if not isinstance(result.exception, SystemExit) else None
     assert failed is None, f"{command}\n{failed!r}"
     assert result.exit_code == command.exit_code, f"{command}\n{result.output}"
@@ -53,6 +55,12 @@ def run(command: Command) -> None:
     if command.output is not None:
         assert result.output == command.output, f"{command} prints something else"
     return None
+
+
+def names_a_test(node: str) -> None:
+    """Assert that the test exists: the suite runs it."""
+    path, name = node.split("::")
+    assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{node} does not exist"
 
 
 def serve(command: Command, said: str, more: list[str]) -> None:
@@ -110,7 +118,7 @@ def sources(trains: bool) -> list[str]:
 
 def write_files(source: str) -> None:
     """Write the files that the page shows as the reader's. A tutorial begins in an empty folder."""
-    if source.startswith("docs/tutorials"):
+    if source.startswith(("docs/tutorials", "docs/prove.md")):
         shutil.rmtree("recipes")
     for block in blocks_of(ROOT / source) if source != "help" else []:
         if block.file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,7 +20,8 @@ from practicum.recipe.reward_traits import REWARDS
 from practicum.recipe.schema.teacher_sections import Divergence
 from practicum.trainer.recipe_changes import MAY_CHANGE
 
-from .pages import ROOT
+from .figures import IMAGES, figures
+from .pages import PAGES, ROOT
 from .tables import TABLES, sample_fields, update_page
 
 DOCS = ROOT / "docs"
@@ -93,3 +95,22 @@ def test_the_legend_of_shape_suffixes_is_that_of_the_code():
     legend = set(re.findall(r"\| `_([A-Z1])` \|", (ROOT / "CONTRIBUTING.md").read_text()))
     texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
     assert {axis for text in texts for suffix in SUFFIXED.findall(text) for axis in suffix} == legend
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "coming-from").glob("*.md")), ids=lambda page: page.stem)
+def test_keys_that_others_are_mapped_to_exist(page: Path):
+    keys = set(re.findall(r"^\| `([\w.<>\[\]]+)`", (DOCS / "keys.md").read_text(), re.MULTILINE))
+    sections = {key.split(".")[0] for key in keys}
+    cells = [line.split(" | ")[1] for line in page.read_text().splitlines() if line.count(" | ") > 1]
+    named = {word.split(":")[0].replace("NAME", "<name>") for cell in cells for word in words(cell)}
+    dotted = {word for word in named if "." in word and word.split(".")[0] in sections}
+    assert len(dotted) > 5
+    assert not {word for word in dotted if word not in keys and word.replace("[]", "") not in keys}
+
+
+def test_every_figure_is_drawn_and_shown():
+    drawn = figures()
+    assert {path.name for path in IMAGES.glob("*.svg")} == drawn.keys(), "run: python -m tests.docs.figures"
+    assert all(len(svg) < 300_000 for svg in drawn.values())
+    text = "".join(page.read_text() for page in PAGES)
+    assert not [path.name for path in IMAGES.iterdir() if f"images/{path.name}" not in text]

@@ -22,11 +22,11 @@ BASE, STUDENT, WAY = "base", "student", "student, of the way"
 Scores = Mapping[str, float]
 Rows = Mapping[str, Scores]
 
-_PURPOSES = {
+PURPOSES = {
     BASE: "a tiny model from scratch, SFT on all domains, stopped early",
     STUDENT: "the base model, distilled on-policy from the specialist of each prompt",
 }
-_SPECIALIST = "the base model, trained by GRPO into a specialist"
+SPECIALIST = "the base model, trained by GRPO into a specialist"
 BASE_BAND = (0.6, 0.8)
 """Expected range of the base model's mean."""
 RISE, CEILING = 0.1, 0.95
@@ -44,7 +44,7 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
     recipes = demo_recipes(out, seed)
     student: Run | None = None
     for number, (name, loaded) in enumerate(recipes.items(), start=1):
-        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {_PURPOSES.get(name, _SPECIALIST)}")
+        console.print(f"[bold]{number}/{len(recipes)}[/bold] {name}: {PURPOSES.get(name, SPECIALIST)}")
         student = train_loaded(loaded, out / name, fresh=True)
         if student.signal is not None:
             raise Stopped(student.signal)

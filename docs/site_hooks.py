@@ -1,4 +1,8 @@
-"""MkDocs hook: links that leave docs/ lead to the repository, or become plain text without one."""
+"""MkDocs hooks: adapt a page of docs/ to the site.
+
+Links that leave docs/ lead to the repository, or become plain text without one. A code block keeps the option
+`title` of its first line alone; the others are for tests. A file of the reader has its name as title.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import posixpath
 import re
 from typing import Any
 
+_FENCE = re.compile(r"^```(\w+) (.+)$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -23,4 +28,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         kind = "tree" if os.path.isdir(path) else "blob"
         return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/main/{path}{anchor})"
 
-    return _LINK.sub(replace, markdown)
+    return _LINK.sub(replace, _FENCE.sub(_fence, markdown))
+
+
+def _fence(match: re.Match[str]) -> str:
+    name = re.search(r'(?:title|file|name)="([^"]+)"', match[2])
+    return f"```{match[1]}" + (f' title="{name[1]}"' if name else "")
