@@ -100,23 +100,17 @@ class Scheduler:
         outcomes = self._score() + self._confirm()
         hidden = [*self._decode(self.memory), *self._admit(self.memory)]
         if hidden:
-            outcomes += self._collect(self.memory, self._sample(torch.cat(hidden)))
+            rows, hidden_S, parts, order = self.running, torch.cat(hidden), [], []
+            uniform_B = uniforms(rows.key_B, rows.made_B)
+            for draw, alike in rows.by_draw():
+                slots, row_B = rows.slot_B[alike].unique_consecutive(return_inverse=True)
+                parts.append(sample_hidden(self._runner, hidden_S[slots], draw, uniform_B[alike], row_B))
+                order += alike
+            back_B = torch.tensor(order, device=hidden_S.device).argsort()  # restores the order of the rows
+            sampled = Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
+            self.stats.sampled_tokens += rows.count
+            outcomes += self._collect(self.memory, sampled)
         return outcomes, self.busy
-
-    def _sample(self, hidden_S: Tensor) -> Sampled:
-        """Sample a token for each session from its sequence's hidden state."""
-        rows = self.running
-        uniform_B, groups = uniforms(rows.key_B, rows.made_B), rows.by_draw()
-        self.stats.sampled_tokens += rows.count
-        if len(groups) == 1:
-            return sample_hidden(self._runner, hidden_S, groups[0][0], uniform_B, rows.slot_B)
-        parts = []
-        for draw, alike in groups:
-            slots, row_B = rows.slot_B[alike].unique_consecutive(return_inverse=True)
-            parts.append(sample_hidden(self._runner, hidden_S[slots], draw, uniform_B[alike], row_B))
-        # Restore the order of the rows.
-        back_B = torch.tensor([row for _, alike in groups for row in alike], device=hidden_S.device).argsort()
-        return Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
 
     def _decode(self, memory: KvMemory) -> list[Tensor]:
         """Return hidden states of the newest token of each running sequence."""
