@@ -58,7 +58,7 @@ def test_the_oldest_work_goes_first_until_it_begins_anew():
         )  # the first step of the other is under way: then comes the older one
         assert log == ["other"] + ["one"] * STEPS + ["other"] * (STEPS - 1)
         log.clear()
-        one.thread.order.begin_anew(one.thread)
+        one.thread.order.mark_newest(one.thread)
         asyncio.run(run_both(other, one))
         assert log == ["other"] * STEPS + ["one"] * STEPS
     finally:

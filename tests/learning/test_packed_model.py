@@ -74,7 +74,7 @@ def test_a_model_whose_attention_does_not_fit_is_refused_by_name():
     config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(EngineError, match="BloomForCausalLM has layers BloomAttention"):
         ready(BloomForCausalLM(config), torch.device("cpu"))
-    with pytest.raises(EngineError, match="BloomForCausalLM does not let its attention"):
+    with pytest.raises(EngineError, match="practicum can't train BloomForCausalLM"):
         PackedModel(BloomForCausalLM(config), Train())
 
 

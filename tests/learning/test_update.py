@@ -211,7 +211,7 @@ def test_a_non_finite_update_leaves_weights_and_optimizer_untouched(what):
     assert not learner.stepper.optimizer.state
     assert learner.version == 0
     strict = Learner(model, TRAIN, algorithm("reinforce"))
-    with pytest.raises(CheckError, match="weights are as before"):
+    with pytest.raises(CheckError, match="weights are unchanged"):
         strict.update(replace(batch, advantages=Ragged.packed(bad, batch.advantages.lengths)))
 
 

@@ -115,7 +115,7 @@ def test_a_server_that_is_no_ray_is_refused(tmp_path: Path, monkeypatch: pytest.
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         text = refused(recipe(tmp_path, f"runtime.address={address}"))
-    assert f"what listens at {address} does not answer as Ray in 2 s" in text
+    assert f"the server at {address} did not respond like Ray within 2 s" in text
 
 
 def test_without_the_extra_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

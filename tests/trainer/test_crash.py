@@ -12,8 +12,8 @@ from practicum.cli import app
 from practicum.errors import PracticumError
 from practicum.learning.learner import Learner
 from practicum.roles.advantages import AdvantageRole
+from practicum.roles.learner_rank import LearnerRank
 from practicum.roles.student import StudentRole
-from practicum.roles.train_rank import TrainRank
 from practicum.runtime.local import LocalRoles
 from practicum.trainer import run as run_module
 from practicum.trainer.checkpoints import Checkpoints
@@ -74,7 +74,7 @@ def test_a_reward_that_raises_costs_one_step(tmp_path: Path, monkeypatch: pytest
             {"eval": {"rows": 4, "every": 3}}, run_module.Trainer, "evaluate", 3, marks=pytest.mark.long
         ),
         (PPO, AdvantageRole, "_estimate", 2),
-        (PPO, TrainRank, "session_advantages", 2),
+        (PPO, LearnerRank, "session_advantages", 2),
     ],
     ids=["update", "sync", "evaluation", "advantages", "advantages of samples"],
 )

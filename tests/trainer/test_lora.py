@@ -20,7 +20,7 @@ from practicum.models.load_model import load_model
 from practicum.models.lora import is_adapter
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model
-from practicum.roles import train_rank
+from practicum.roles import learner_rank
 from practicum.runtime import local
 from practicum.trainer import preflight
 from practicum.trainer.run import train_loaded
@@ -65,7 +65,7 @@ def whole(base: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
             loaded.append(str(spec.path))
             return load_model(spec, seed, **options)
 
-        for module in (local, train_rank):
+        for module in (local, learner_rank):
             patch.setattr(module, "load_model", counted)
         train_loaded(recipe(folder, base, **KL), folder / "run")
     assert loaded == [base], "the reference is the student's own base"

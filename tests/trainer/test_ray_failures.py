@@ -26,7 +26,7 @@ from practicum.roles.run_stage import StepInfo
 from practicum.runtime.ray import start_ray as start
 from practicum.runtime.ray.actor_calls import WorkerDied
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
-from practicum.runtime.ray.workers import PublishingRank
+from practicum.runtime.ray.workers import RayLearnerRank
 from practicum.trainer.run import train_loaded
 from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step import StepRunner
@@ -208,9 +208,9 @@ def test_the_rank_that_died_is_named_not_the_ones_that_lost_it():
     ranks: list[Any] = [ray.remote(Rank).remote(dies) for dies in (False, True)]
     group = TrainGroup(ranks, Watch(Checks(), print), 120.0)
     with pytest.raises(WorkerDied, match="rank 1 of 2 of the learner died"):
-        group.each(PublishingRank.updates)
+        group.each(RayLearnerRank.updates)
     with pytest.raises(RuntimeError, match="Connection closed"):
-        group.first(PublishingRank.updates)
+        group.first(RayLearnerRank.updates)
     ray.kill(ranks[0])
 
 
@@ -284,11 +284,11 @@ HANGS: dict[str, tuple[Act, str]] = {
     ),
     "reward worker": (
         lambda roles: hang(roles.pools.reward.replicas()[0]),
-        "reward 0 (gave no sign of life|died: it takes no connections)",
+        "reward 0 (gave no sign of life|died: it accepts no connections)",
     ),
     "reward worker that scores": (
         lambda _: kill_orders.order("stop"),
-        "reward 0 (gave no sign of life|died: it takes no connections)",
+        "reward 0 (gave no sign of life|died: it accepts no connections)",
     ),
 }
 """A call waits for its deadline; but where Ray has to connect again, it gives up by itself."""

@@ -18,7 +18,7 @@ from practicum.trainer.run import Stopped, show_ledger, train_loaded
 from practicum.trainer.run_folder import write_atomic
 from practicum.trainer.run_models import Run
 
-BASE, STUDENT, WAY = "base", "student", "student, of the way"
+BASE, STUDENT, WAY, SAMPLED = "base", "student", "student, of the way", ", sampled"
 Scores = Mapping[str, float]
 Rows = Mapping[str, Scores]
 
@@ -50,9 +50,12 @@ def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str
             raise Stopped(student.signal)
     assert student is not None
     show_ledger(student)
-    exam = {name: evaluate_model(recipes[STUDENT].recipe, out / name / "export").scores for name in recipes}
+    recipe = recipes[STUDENT].recipe
+    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples": 1})})
+    exam = {name: evaluate_model(recipe, out / name / "export").scores for name in recipes}
     rows = demo_rows(exam)
-    console.print(score_table("share of held-out prompts answered right", rows, list(rows[BASE])))
+    title = "share of held-out prompts answered right: greedily, and sampled at temperature 1"
+    console.print(score_table(title, rows, list(rows[BASE])))
     for sentence in shortfalls(rows):
         console.print(f"[yellow]outside the expected range[/yellow]: {sentence}", highlight=False)
     write_atomic(student.folder / "scores.json", json.dumps(exam, indent=1))
@@ -73,18 +76,20 @@ def demo_recipes(out: Path, seed: int | None = None) -> dict[str, LoadedRecipe]:
 
 
 def demo_rows(exam: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
-    """Return the final table: each model's score by domain, their mean, and the student's progress.
+    """Return the final table: each model's scores by domain, their mean, and the student's progress.
 
-    The last row is the student's part of the way from the base model to each domain's specialist.
+    Greedy scores are followed by sampled ones. The last row is the student's part of the way from the base
+    model to each domain's specialist, by greedy scores.
     """
-    domains = [name for name in exam if name not in (BASE, STUDENT)]
-    rows = {name: {d: scores[f"eval/greedy/{d}"] for d in domains} for name, scores in exam.items()}
-    base, student = rows[BASE], rows[STUDENT]
-    moved = [d for d in domains if rows[d][d] != base[d]]
-    way = {d: (student[d] - base[d]) / (rows[d][d] - base[d]) for d in moved}
-    for row in rows.values():
-        row["mean"] = sum(row.values()) / len(domains)
-    return {BASE: base, **{f"specialist {d}": rows[d] for d in domains}, STUDENT: student, WAY: way}
+    domains, rows = [name for name in exam if name not in (BASE, STUDENT)], dict[str, dict[str, float]]()
+    for name in (BASE, *domains, STUDENT):
+        label = f"specialist {name}" if name in domains else name
+        for row, metric in ((label, "eval/greedy"), (f"{label}{SAMPLED}", "eval/mean@1")):
+            rows[row] = {d: exam[name][f"{metric}/{d}"] for d in domains}
+            rows[row]["mean"] = sum(rows[row].values()) / len(domains)
+    base, student, own = rows[BASE], rows[STUDENT], {d: rows[f"specialist {d}"][d] for d in domains}
+    moved = [d for d in domains if own[d] != base[d]]
+    return {**rows, WAY: {d: (student[d] - base[d]) / (own[d] - base[d]) for d in moved}}
 
 
 def shortfalls(rows: Rows) -> list[str]:

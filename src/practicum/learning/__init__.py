@@ -1,3 +1,3 @@
-"""The learner: packing, attention over shared prompts, logprobs, optimizer, student, critic, scorers, and
-the data-parallel ranks that share them. Tensors come in and go out on the CPU as packed columns.
+"""The learner: packing, logprobs, optimizer, student, critic, scorers and data-parallel ranks. Inputs and
+outputs are packed columns on the CPU.
 """

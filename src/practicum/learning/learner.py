@@ -1,4 +1,4 @@
-"""The student as it learns: its model, its optimizer, and one update from one mini-batch."""
+"""The student in training: model, optimizer, and the update from a mini-batch."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Learner(TrainedModel):
         taught = losses.taught
         no_gradient = taught is not None and taught.loss_M is not None and not taught.loss_M.requires_grad
         if no_gradient and torch.is_grad_enabled():
-            raise CheckError("the divergence from the teachers has no gradient: nothing is trained on them")
+            raise CheckError("the divergence from the teachers has no gradient")
         if "group" in columns:
             report.groups.add(
                 columns["group"],
@@ -209,7 +209,7 @@ class Learner(TrainedModel):
         return loss
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that training changes, not copies; tied ones once.
+        """Yield the trained weights without copying, tied ones once.
 
         On several ranks each is gathered when its turn comes: all ranks must go through them.
         """
@@ -222,7 +222,8 @@ class Learner(TrainedModel):
         return merged_weights(self.model, whole)
 
     def fingerprint(self, length: int = LENGTH) -> Tensor:
-        """Return logprobs [length - 1] of a fixed sequence, to compare with the engine's; on all ranks."""
+        """Return logprobs [length - 1] of a fixed sequence, to compare with the engine's. Call it on all
+        ranks."""
         return self.scorer.fingerprint(length)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,7 +1,6 @@
 """A model in training: its optimizer and counters, and its part of a checkpoint.
 
-Tensors are in the format of torch.distributed.checkpoint: what some ranks wrote, any other number of them
-reads, one process too.
+Tensors are in the format of torch.distributed.checkpoint, which any number of ranks can read.
 """
 
 from __future__ import annotations
@@ -101,11 +100,11 @@ class TrainedModel:
     def _save(self, folder: Path) -> None:
         model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
         if parallel is not None and not all(isinstance(p, DTensor) for p in model.parameters()):
-            raise PracticumError("an error in the middle of a forward pass left the weights gathered")
+            raise PracticumError("weights are still gathered after an error during a forward pass")
         if self.base is not None and parallel is None and base_fingerprint(model) != self.base:
             raise CheckError(
-                "the base of the adapter is not as it was loaded: something has written to it, and the "
-                "adapter would not fit the model that it is put on later"
+                "the base of the adapter has changed since it was loaded, so the adapter would not fit the "
+                "original base"
             )
         folder.mkdir(parents=True, exist_ok=True)
         tensors = _weights(model)
@@ -134,7 +133,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Continue from a checkpoint; the weights are copied in place."""
+        """Load a checkpoint. Weights are copied in place."""
         model, parallel, optimizer = self._trained, self.parallel, self.stepper.optimizer
         _require(folder, [_INDEX, f"{self.NAME}.json"])
         counters = json.loads((folder / f"{self.NAME}.json").read_text())
@@ -150,8 +149,7 @@ class TrainedModel:
         saved = {key: shape for key, shape in shapes.items() if key.startswith("model.")}
         if saved != {key: tuple(x.shape) for key, x in tensors.items()}:
             raise PracticumError(
-                f"checkpoint {folder} holds another model than this run's: resume with the recipe that wrote "
-                "it"
+                f"checkpoint {folder} holds a different model: resume with the recipe that wrote it"
             )
         states = {key: p for key, p in model.named_parameters() if p.requires_grad}
         empty = _empty_states(states, index)
@@ -172,8 +170,8 @@ class TrainedModel:
             size, found = counters.get("optimizer"), self._optimizer_size()
             if parallel is None and size is not None and not math.isclose(found, size, rel_tol=1e-9):
                 raise CheckError(
-                    f"the optimizer's state adds up to {found:.6g} after {folder} was read, and to "
-                    f"{size:.6g} in it: the checkpoint was not loaded completely"
+                    f"the optimizer state of {folder} was not loaded completely: its absolute values sum to "
+                    f"{found:.6g}, expected {size:.6g}"
                 )
         self.version = counters["version"]
         if (tokens := counters.get("microbatch_tokens")) is not None:
@@ -226,7 +224,7 @@ def _empty_states(parameters: dict[str, nn.Parameter], index: Metadata) -> dict[
 
 
 def _read_index(folder: Path) -> Metadata:
-    """Return the index of a checkpoint; a PracticumError if a file of it is missing."""
+    """Return the index of a checkpoint. Raise PracticumError if a file is missing."""
     _require(folder, [_INDEX])
     index = FileSystemReader(folder).read_metadata()
     _require(folder, sorted({place.relative_path for place in (index.storage_data or {}).values()}))

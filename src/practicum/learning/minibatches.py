@@ -1,8 +1,8 @@
-"""How a step's batch is cut into optimizer mini-batches and shared over data-parallel ranks.
+"""Cut a step's batch into optimizer mini-batches, and divide these among data-parallel ranks.
 
-Real rows are shared out first, as if there were no padding; padding rows then fill the mini-batches up to one
-size. So padding decides neither which real rows are trained on together nor how many steps there are. Ranks
-have equally many rows of each mini-batch, with tokens as even as can be.
+Real rows are assigned first, ignoring padding. Padding rows then fill mini-batches to equal size. So padding
+does not change which real rows are trained on together, or the number of steps. Ranks have equal numbers of
+rows of each mini-batch, with balanced tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cut:
         if self.rows % data_parallel:
             more = ceil(self.rows / data_parallel) * data_parallel
             expected = f"a multiple of the {data_parallel} data-parallel ranks"
-            raise RecipeError("train.minibatch_size", str(self.rows), expected, f"Set it to {more}.")
+            raise RecipeError("train.minibatch_size", str(self.rows), expected, f"set it to {more}")
         return self.rows
 
 

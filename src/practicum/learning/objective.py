@@ -1,4 +1,4 @@
-"""The student's loss of each sampled token, and what is reported of it.
+"""The student's loss of each sampled token, and its statistics.
 
 loss = policy loss (or supervised) + distill.weight × divergence from the teachers - entropy + KL penalty
 """
@@ -58,7 +58,7 @@ class DistillResult:
 
 @dataclass(frozen=True, slots=True)
 class DistillSettings:
-    """How teachers enter the update.
+    """The teachers' part of the update.
 
     `heads` are the output heads by the teacher's number, for the signal `full`. `alone` is True if the loss
     has no other term. `shares` are target shares of the loss by the teacher's number. With

@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {"adamw": make_adamw, "adamw_8bit": make_
 
 def stop_on_nonfinite(what: str) -> None:
     """Raise a CheckError for a loss or gradient that is not finite."""
-    raise CheckError(f"{what}; the optimizer was not called and the weights are as before")
+    raise CheckError(f"{what}; the optimizer step was skipped and the weights are unchanged")
 
 
 class OptimizerStepper:

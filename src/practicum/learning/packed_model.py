@@ -29,7 +29,7 @@ from practicum.recipe.counts import CPU_MICROBATCH_TOKENS
 from practicum.recipe.schema.recipe import Train
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference of the self-test's hidden states, as a fraction of their largest value."""
+"""Maximum difference of hidden states in the self-test, relative to their maximum."""
 
 
 class PackedModel:
@@ -58,7 +58,7 @@ class PackedModel:
         if self.device.type == "cpu":
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
         self.halved = 0
-        """How often the token budget was halved because memory ran out."""
+        """Number of times that the token budget was halved because memory ran out."""
         self._tokens = 0
         """Input tokens of the current micro-batch."""
         self.autocast = train.autocast == "bfloat16"
@@ -120,7 +120,7 @@ class PackedModel:
                 advice = f"lower train.microbatch_tokens, raise pools.train.devices, {advice}"
                 raise PracticumError(f"{failed} on learner rank {self.parallel.rank}\n  → {advice}")
             if self._tokens > self.token_budget:
-                raise PracticumError(f"{failed}, and it is one row, which can't be cut\n  → {advice}")
+                raise PracticumError(f"{failed}, and it is a single row, which can't be split\n  → {advice}")
             self.token_budget, self.halved = self._tokens // 2, self.halved + 1
             return_memory(self.device)
 
@@ -147,7 +147,7 @@ class PackedModel:
         return hidden_N.index_select(0, packed.gather_M)
 
     def _picture_tokens(self, packed: Packed) -> Tensor:
-        """Return True for input tokens that stand for images; the model may have sampled others alike."""
+        """Return a mask of image tokens, excluding equal tokens that the model sampled."""
         config = self.model.config
         if not is_vision(config):
             raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
@@ -201,8 +201,8 @@ class PackedModel:
         name = type(self.model).__name__
         if not uses_attention(self.model):
             raise EngineError(
-                f"{name} does not let its attention be replaced (transformers' AttentionInterface), so "
-                "practicum can't train this architecture"
+                f"practicum can't train {name}, because its attention can't be replaced (transformers' "
+                "AttentionInterface)"
             )
         ran: list[nn.Module] = []
         layers = [] if self.parallel is None else [*text_layers(self.model).values()]
@@ -216,17 +216,14 @@ class PackedModel:
             for hook in hooks:
                 hook.remove()
         if layers and ran != layers * (len(ran) // len(layers)):
-            raise EngineError(
-                f"{name} does not run all of its layers in each pass, so ranks can't share them: use one rank"
-            )
+            raise EngineError(f"{name} skips layers in some passes, so ranks can't shard them: use one rank")
         allowed = _TOLERANCE[self.model.dtype]
         if seam_of(self.model).states:  # these layers compute in float32 whatever the model's dtype is
             allowed = max(allowed, _TOLERANCE[torch.float32])
         if not gap <= allowed:
             raise EngineError(
-                f"{name}: packed rows differ from the model's own forward pass by {gap:.2g} (allowed: "
-                f"{allowed:.2g}), so practicum can't train this architecture: "
-                "its layers do more than causal attention over positions"
+                f"practicum can't train {name}: packed rows differ from the model's forward pass by {gap:.2g}"
+                f", at most {allowed:.2g} is allowed: its layers do more than causal attention over positions"
             )
         return gap
 

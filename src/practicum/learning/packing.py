@@ -1,4 +1,4 @@
-"""Rows without padding: which rows go into one forward pass, and how they lie in it.
+"""Pack rows without padding: assign rows to forward passes, and lay them out.
 
 Rows share what they have in common at their beginnings, prompt or response: equal in tokens, and in recorded
 experts if these are replayed. Prompts with images are shared as a whole. A packed input is a tree of
@@ -81,7 +81,7 @@ class Packed:
     image_prompts: tuple[Tensor, ...] = ()
     """The places of those prompts' tokens among the input tokens; on the CPU."""
     experts_N: Tensor | None = None
-    """Experts that each input token takes [N, L, E]; None: those that the routers choose."""
+    """Experts to replay for each input token [N, L, E], or None if the routers choose."""
 
     def to(self, device: torch.device) -> Packed:
         if self.ids_N.device == device:

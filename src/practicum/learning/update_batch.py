@@ -1,4 +1,4 @@
-"""What an update takes and reports: the columns of one mini-batch, means over its tokens, and its trace."""
+"""Inputs and reports of an update: columns of a mini-batch, means over its tokens, and its trace."""
 
 from __future__ import annotations
 

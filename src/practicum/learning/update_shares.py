@@ -1,4 +1,4 @@
-"""Whose step it was: the gradients of the parts of a mini-batch, and their shares of the weights' change.
+"""Shares of an optimizer step: the gradients of parts of a mini-batch, and their shares of the weight change.
 
 Parts (the rows of a teacher in a domain) are back-propagated one after the other, so each part's gradient g_i
 is exact and costs no second pass. With d the change of the weights in AdamW's step, and v its second moment

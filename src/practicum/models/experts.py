@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(eq=False, slots=True)
 class _RouterHook:
-    """What a router does besides its work."""
+    """Recording and replay of a router's choices."""
 
     layer: int
     rule: Rule

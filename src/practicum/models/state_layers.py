@@ -41,7 +41,7 @@ States = Mapping[str, Tensor]
 
 @dataclass(eq=False, slots=True)
 class Seam:
-    """What the layers of a model that remember share: how the tokens of the current forward call lie."""
+    """State shared by a model's recurrent layers: the layout of the current forward pass's tokens."""
 
     layout: Layout | None = None
     states: int = 0

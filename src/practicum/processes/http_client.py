@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from practicum.concurrency.open_time import OpenTime
+from practicum.concurrency.busy_time import BusyTime
 from practicum.errors import RecipeError, TeacherError
 from practicum.recipe.schema.teacher_sections import RewardModel, Teacher
 
@@ -60,7 +60,7 @@ class Client:
         self.deadline_s = spec.deadline_s
         self._concurrency = spec.concurrency
         self._key_variable, self._headers = spec.api_key_env, _headers(path, spec.api_key_env)
-        self._busy = OpenTime()
+        self._busy = BusyTime()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: httpx2.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from practicum.concurrency.busy_time import OverlapFraction
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
-from practicum.concurrency.open_time import HiddenShare
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ragged import Column, Ragged
@@ -109,7 +109,7 @@ class RolloutRole:
         """True if rewards wait for colocated models, which run while the student's engines sleep."""
         self.prompts: dict[Key, Prompt] = {}
         """The prompt of each row in the store."""
-        self.hidden = HiddenShare()
+        self.hidden = OverlapFraction()
         taught = teachers.items() if "teachers" in plan else ()
         self._own_teachers = {name for name, teacher in taught if teacher.scores_during_rollout}
         self.open: dict[SessionName, Prompt] = {}

@@ -121,7 +121,7 @@ class PublishedWeights:
         return weights_of_step
 
 
-class WeightTurns:
+class WeightLock:
     """Reader lock over an engine's weights: they change only when no reader samples with them.
 
     Readers of other weights queue. Weights are named by their step. `deadline_s` is the deadline for a reader

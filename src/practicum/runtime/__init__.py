@@ -1,1 +1,1 @@
-"""Where the roles of a run live, and how work reaches them: in this process, or as actors of Ray."""
+"""Runtimes: run the roles in this process, or as actors of Ray."""

@@ -1,6 +1,6 @@
-"""All roles in this process. Without a lag the learner and the engine share one model object; with one, each
-engine has its own copy of the weights and works beside the learner: on a CPU in a process of its own. vLLM's
-takes the weights of the steps in turn.
+"""All roles in this process. Without a lag, learner and engine share a model object. With a lag, each engine
+has a copy of the weights and runs concurrently with the learner, on a CPU in a separate process. A vLLM
+engine loads the weights of the steps in turn.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from practicum.observe.records.recorder import Recorder
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.roles.learner_rank import LearnerRank, set_threads
 from practicum.roles.reward import RewardRole
 from practicum.roles.rollout import Finished, RolloutRole, SessionRow, SessionRunner
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
-from practicum.roles.sync import PublishedWeights, SyncProbe, WeightTurns, describe_engines, make_engines
+from practicum.roles.sync import PublishedWeights, SyncProbe, WeightLock, describe_engines, make_engines
 from practicum.roles.teachers import TeacherRole
-from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.sessions.attempts import Attempt
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.prompts import Prompt
@@ -51,7 +51,7 @@ from practicum.teachers.route import teacher_of
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """Models beside the student, and the cache that wakes the colocated ones."""
+    """Models other than the student, and the cache that wakes colocated ones."""
 
     teachers: Teachers | None
     reward_models: dict[str, RewardScorer]
@@ -76,7 +76,7 @@ class LocalWorkers:
         engine: Engine,
         answering: Teachers | None = None,
     ) -> None:
-        """`answering` are teachers that answer in place of the engine."""
+        """`answering` are teachers that sample responses in place of the engine."""
         self.sessions, self.rewards, self.teachers, self.engine = sessions, reward, teachers, engine
         self.answering = answering
 
@@ -138,7 +138,7 @@ class LocalWorkers:
 
 
 class LocalRoles:
-    """The only rank of the learner, with the engine and the sessions beside it; see `Roles`."""
+    """The only rank of the learner, with engine and sessions. See `Roles`."""
 
     ranks = 1
 
@@ -159,7 +159,7 @@ class LocalRoles:
             sampling = [copy_on_base(model).requires_grad_(False) for _ in engines]
         self.recipe, self.store, recorder = recipe, MemoryStore(), Recorder(record)
         scoring = frozen.teachers if "teachers" in plan else None
-        rank = TrainRank(recipe, plan, self.store, watch, model, scoring, recorder=recorder)
+        rank = LearnerRank(recipe, plan, self.store, watch, model, scoring, recorder=recorder)
         self.rank, self.stop, self.stages, self.export = rank, rank.stop, rank.stages, rank.export
         self.transcripts, self.session_advantages = rank.transcripts, rank.session_advantages
         self.kl_state, self.updates = rank.kl_state, rank.updates
@@ -167,7 +167,7 @@ class LocalRoles:
         self.frozen, self.toolbox = frozen, Toolbox(recipe.agent.tools)
         self.probes = [SyncProbe(recipe.model.dtype, watch) for _ in engines]
         self.published: dict[int, PublishedWeights] = {}
-        self._turns = [WeightTurns(recipe.sampling_s, held=0) for _ in engines]
+        self._turns = [WeightLock(recipe.sampling_s, held=0) for _ in engines]
         self.engines: list[Engine] = []
         try:
             for engine in hosted:
@@ -320,14 +320,14 @@ class LocalRoles:
 
 
 def start_local(recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None) -> LocalRoles:
-    """Load the models and connect the roles; if that fails, nothing stays behind."""
+    """Load the models and connect the roles. On failure, release everything."""
     spec, seed, rollout = recipe.model, recipe.seed, recipe.rollout
     threads = set_threads(recipe.runtime.threads, sides=2 if rollout.lag else 1)
     with ExitStack() as undo:
         hosted: list[HostedEngine] = []
         # In this process, engines on the CPU would keep the learner from Python.
         if rollout.lag and ENGINES[rollout.engine].hosts_lag and pick_device(spec.device).type == "cpu":
-            hosted = start_lagged_engines(rollout, spec, seed, threads)  # they load their model meanwhile
+            hosted = start_lagged_engines(rollout, spec, seed, threads)  # these load their model concurrently
             undo.callback(hosted[0].close)
         model, reward_models, teachers = load_model(spec, seed), dict[str, RewardScorer](), None
         if recipe.reward.models and ("reward" in plan or recipe.evaluates):

@@ -1,6 +1,6 @@
 """The process's global random states, for checkpoints.
 
-practicum itself draws by counters only; users' rewards and loops may draw from these.
+practicum only uses counter-based randomness, but users' rewards and loops may use these generators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from practicum import devices
 
 
 def seed_generators(seed: int) -> None:
-    """Start the global generators at the run's seed."""
+    """Seed the global generators with the run's seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -34,7 +34,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue drawing from where `random_state` was taken."""
+    """Restore a state of `random_state`."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

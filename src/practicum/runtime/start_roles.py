@@ -1,7 +1,7 @@
-"""The set of roles that a run needs, as the trainer sees them: keys and tags go in and out, never a tensor.
+"""The roles of a run, for the trainer. Calls exchange keys and tags, never tensors.
 
-Each runtime has its own: `local.LocalRoles` in this process, `ray.ray_roles.RayRoles` on Ray. They differ in
-where the roles of `roles/` live, not in what these do.
+Each runtime implements it: `local.LocalRoles` in this process, `ray.ray_roles.RayRoles` on Ray. They differ
+only in where the roles of `roles/` run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.observe.records.record_files import RecordPlace
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.learner_rank import Transcript
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import Stages
-from practicum.roles.train_rank import Transcript
 from practicum.runtime.local import start_local
 from practicum.runtime.ray.init_ray import set_environment
 

@@ -15,12 +15,12 @@ from practicum.tasks.prompts import Prompt
 from practicum.tasks.rows import open_rows
 from practicum.tasks.stream import make_stream
 from practicum.tasks.tables import train_location
-from practicum.teachers.route import UnfitRow, before_text, routed_value
+from practicum.teachers.route import RoutingError, before_text, routed_value
 
 _SHOWN = 3
 
 
-class Places(dict[str, list[str]]):
+class Locations(dict[str, list[str]]):
     """Locations of the first rows with a value or a fault, and the number of such rows."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Places(dict[str, list[str]]):
 def check_routes(recipe: Recipe) -> list[str]:
     """Return messages about the routes. Raise RecipeErrors for prompts or teachers without the other."""
     route, teachers = recipe.route, recipe.teachers
-    values, faults = Places(), Places()
+    values, faults = Locations(), Locations()
     why: dict[str, str] = {}
     for place, prompt in _prompts(route, teachers, recipe.tasks, recipe.seed):
         key, names = "route.by", list(teachers)
@@ -52,7 +52,7 @@ def check_routes(recipe: Recipe) -> list[str]:
             for name in names:
                 key = f"teachers.{name}.prompt_prefix"
                 before_text(teachers[name], prompt)
-        except UnfitRow as error:
+        except RoutingError as error:
             faults.add(key, place)
             why.setdefault(key, error.fault)
     problems = [
@@ -91,7 +91,7 @@ def _prompts(
             yield source.where(index), source.prompt(index, index)
 
 
-def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
+def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Locations) -> Iterator[RecipeError]:
     lost = [value for value in values if any(name not in teachers for name in destinations(route, value))]
     for value in lost[:_SHOWN]:
         found = f"no teacher for the {route.by} {value!r} of {values.listed(value)}"
@@ -104,7 +104,7 @@ def _uncovered(route: Route, teachers: Mapping[str, Teacher], values: Places) ->
         yield RecipeError("route.map", found, "a teacher for each value")
 
 
-def _unused(route: Route, teachers: Mapping[str, Teacher], values: Places) -> Iterator[RecipeError]:
+def _unused(route: Route, teachers: Mapping[str, Teacher], values: Locations) -> Iterator[RecipeError]:
     reached = {name for value in values for name in destinations(route, value)} | in_targets(teachers)
     shown = ", ".join(list(values)[:10]) + (", …" if len(values) > 10 else "")
     for name in (name for name in teachers if name not in reached):

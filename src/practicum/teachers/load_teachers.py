@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from practicum.concurrency.busy_time import SharedBusyTime
 from practicum.concurrency.event_loop import run_async
-from practicum.concurrency.open_time import SharedTime
 from practicum.devices import pick_device
 from practicum.engines.kind import FrozenModel, HeldWeights
 from practicum.engines.model_cache import ModelCache, make_model_cache
@@ -111,7 +111,7 @@ class TeacherGroup:
 
     def scorers(self, scorers: Sequence[Scorer], sleeper: Sleeper | None = None) -> dict[str, TeacherScorer]:
         """Return the group's teachers, which use these scorers of their model."""
-        names, time = ", ".join(self.specs), SharedTime(self.specs)
+        names, time = ", ".join(self.specs), SharedBusyTime(self.specs)
         model = f"the base of {names}" if len(self.specs) > 1 or self.adapters else names
         together_s = sum(spec.deadline_s for spec in self.specs.values())
         return {

@@ -14,7 +14,7 @@ from practicum.tasks.prompts import Prompt, answer_text
 from practicum.user_code import encodable
 
 
-class UnfitRow(DataError):
+class RoutingError(DataError):
     """A row that lacks the column of route.by or prompt_prefix. `fault` describes its value."""
 
     def __init__(self, prompt: Prompt, fault: str, reader: str) -> None:
@@ -72,14 +72,16 @@ def _field(prompt: Prompt, field: str) -> str:
     try:
         return answer_text(prompt.answer)
     except DataError:
-        raise UnfitRow(prompt, f"the answer {prompt.answer!r}", "prompt_prefix") from None
+        raise RoutingError(prompt, f"the answer {prompt.answer!r}", "prompt_prefix") from None
 
 
 def _column(prompt: Prompt, column: str, reader: str) -> str:
     row: Mapping[str, Any] = prompt.row
     if column not in row:
-        raise UnfitRow(prompt, f"no column {column!r} (only {', '.join(map(repr, row)) or 'none'})", reader)
+        raise RoutingError(
+            prompt, f"no column {column!r} (only {', '.join(map(repr, row)) or 'none'})", reader
+        )
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UnfitRow(prompt, f"{value!r} in column {column!r}", reader)
+        raise RoutingError(prompt, f"{value!r} in column {column!r}", reader)
     return str(value)

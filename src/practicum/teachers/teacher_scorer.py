@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from practicum.concurrency.open_time import SharedTime
+from practicum.concurrency.busy_time import SharedBusyTime
 from practicum.engines.kind import HeldWeights
 from practicum.engines.protocol import (
     GenerateRequest,
@@ -41,12 +41,12 @@ class TeacherScorer:
         sleeper: Sleeper | None = None,
         model: str = "",
         adapter: str | None = None,
-        time: SharedTime | None = None,
+        time: SharedBusyTime | None = None,
         held: HeldWeights | None = None,
     ) -> None:
         self.name, self.spec, self.scorers, self.held = name, spec, list(scorers), held
         self.sleeper, self.model, self.adapter = sleeper, model or name, adapter
-        self._deadline_s, self._time = deadline_s, time or SharedTime([name])
+        self._deadline_s, self._time = deadline_s, time or SharedBusyTime([name])
         self._dispatcher = Dispatcher(self.scorers)
 
     @property

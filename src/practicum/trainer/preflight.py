@@ -31,9 +31,9 @@ from practicum.recipe.derived import Traits, model_traits, traits_of
 from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Model, Recipe, Train
 from practicum.rewards.reward_scorer import check_reward_models, probe_reward_servers
+from practicum.roles.learner_rank import load_reference
 from practicum.roles.padding import check_fields
 from practicum.roles.stage_table import make_plan
-from practicum.roles.train_rank import load_reference
 from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.attempts import find_loop
 from practicum.sessions.tools.toolbox import Toolbox, require_sandbox

@@ -33,10 +33,10 @@ from practicum.recipe.algorithm_traits import estimator_traits
 from practicum.recipe.derived import products
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
+from practicum.roles.learner_rank import LearnerRank, set_threads
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
-from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.teachers.ledger import make_ledger
 from practicum.teachers.load_teachers import Teachers, load_colocated, make_group, signal_width
 from practicum.teachers.teacher_scorer import TeacherScorer
@@ -216,7 +216,7 @@ def _learn(
         recorder = Recorder(RecordPlace(again / FOLDER, "replay", everything=True))
         model, watch = load_model(recipe.model, recipe.seed), Watch(checks, notes.append)
         teachers = _teachers(recipe, model) if "teachers" in plan else None
-        rank = TrainRank(recipe, plan, MemoryStore(), watch, model, teachers, recorder=recorder)
+        rank = LearnerRank(recipe, plan, MemoryStore(), watch, model, teachers, recorder=recorder)
         _load(rank, before, batch.step)
         learner, written = rank.student.learner, set[str]()
         for stage in plan.learner_stages():
@@ -242,7 +242,7 @@ def _learn(
     return Replayed(metrics, gradients[0], first, equal)
 
 
-def _load(rank: TrainRank, before: Path | None, step: int) -> None:
+def _load(rank: LearnerRank, before: Path | None, step: int) -> None:
     """Load the checkpoint before the step, if there is one."""
     if before is not None:
         rank.student.learner.load(before / "student")
@@ -269,7 +269,7 @@ def _teachers(recipe: Recipe, model: PreTrainedModel) -> Teachers:
     return Teachers(scorers, None, heads, targets=products(recipe.teachers))
 
 
-def _run_stages(rank: TrainRank, plan: Plan, batch: _Batch) -> dict[str, float]:
+def _run_stages(rank: LearnerRank, plan: Plan, batch: _Batch) -> dict[str, float]:
     step, metrics = StepInfo(batch.ref, batch.step, batch.baselines), dict[str, float]()
     if "pad" in plan and (padding := rank.stages["pad"](step)) is not None:
         step = replace(step, batch=BatchRef.concat([step.batch, padding]))

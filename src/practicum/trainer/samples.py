@@ -11,7 +11,7 @@ from typing import Any
 
 from practicum.dataplane.batch import BatchRef, session_tags
 from practicum.dataplane.keys import Key, Tags
-from practicum.roles.train_rank import Transcript
+from practicum.roles.learner_rank import Transcript
 from practicum.runtime.start_roles import Roles
 from practicum.tasks.prompts import Prompt
 from practicum.user_code import shorten

@@ -48,7 +48,7 @@ class Schedule:
         """Return which of lag + 1 copies samples a step. Weights s > 0 are always in copy s % (lag + 1)."""
         return step % (self.lag + 1)
 
-    def under_way(self, learnt: int) -> range:
+    def in_flight(self, learnt: int) -> range:
         """Return the steps whose weights exist after `learnt` steps, so that they can be sampled."""
         return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
 
@@ -100,16 +100,16 @@ class Window:
 
     def sample(self, step: SampledStep) -> None:
         """Wait until a step is sampled. Raise its error if sampling failed."""
-        under_way, began = self._under_way[step.number], time.perf_counter()
-        deadline, patience = under_way.began + self._deadline_s, TELL_S
+        in_flight, began = self._under_way[step.number], time.perf_counter()
+        deadline, patience = in_flight.began + self._deadline_s, TELL_S
         with self._changed:
-            while not self._changed.wait_for(lambda: under_way.is_done, patience):
-                self.on_wait(self._waits_for(under_way))
+            while not self._changed.wait_for(lambda: in_flight.is_done, patience):
+                self.on_wait(self._waits_for(in_flight))
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"step {step.number} was not sampled: {self._waits_for(under_way)}")
+                    raise DeadlineError(f"step {step.number} was not sampled: {self._waits_for(in_flight)}")
                 patience = min(2 * patience, TELL_MOST_S)
-        if under_way.error is not None:
-            raise under_way.error
+        if in_flight.error is not None:
+            raise in_flight.error
         # Number of updates between the weights of each row's oldest token and the trained weights.
         first, trains = self.schedule.weights_of(step.number), step.number - 1
         steps = {self.roles.version_of(s): s for s in range(trains, first - 1, -1)}
@@ -128,12 +128,12 @@ class Window:
 
     def stream_state(self, number: int) -> dict[str, int]:
         with self._changed:
-            under_way = self._under_way.get(number)
-            return self.sampler.stream.state_dict() if under_way is None else under_way.step.stream
+            in_flight = self._under_way.get(number)
+            return self.sampler.stream.state_dict() if in_flight is None else in_flight.step.stream
 
     def threads(self) -> list[threading.Thread]:
         """Return the sampling threads. Each ends when its step is sampled."""
-        return [under_way.thread for under_way in list(self._under_way.values()) if under_way.thread]
+        return [in_flight.thread for in_flight in list(self._under_way.values()) if in_flight.thread]
 
     def close(self) -> None:
         self._scope.cancel()
@@ -144,7 +144,7 @@ class Window:
         """Start, in order, the steps whose weights exist. The caller holds the lock."""
         if self._scope.is_cancelled or self._draw_error is not None:
             return
-        for number in self.schedule.under_way(self._learnt):
+        for number in self.schedule.in_flight(self._learnt):
             if number <= self._begun:
                 continue
             before = self._under_way.get(number - 1)
@@ -154,25 +154,25 @@ class Window:
                 return
             rollout = self.roles.rollouts[self.schedule.copy_of(number)]
             version = self.roles.version_of(self.schedule.weights_of(number))
-            under_way = _UnderWay(self.sampler.begin(number, rollout, version))
+            in_flight = _UnderWay(self.sampler.begin(number, rollout, version))
             name = f"practicum-step-{number}"
-            thread = threading.Thread(target=self._sample, args=(under_way,), name=name, daemon=True)
-            under_way.thread = thread
-            self._under_way[number], self._begun = under_way, number
+            thread = threading.Thread(target=self._sample, args=(in_flight,), name=name, daemon=True)
+            in_flight.thread = thread
+            self._under_way[number], self._begun = in_flight, number
             thread.start()
 
-    def _sample(self, under_way: _UnderWay) -> None:
-        step, weights = under_way.step, self.schedule.weights_of(under_way.step.number)
+    def _sample(self, in_flight: _UnderWay) -> None:
+        step, weights = in_flight.step, self.schedule.weights_of(in_flight.step.number)
         try:
             with self._scope, self.roles.weights(self.schedule.copy_of(step.number), weights):
                 if published := self._published.pop(weights, None) if weights else None:
                     step.timer.seconds["publish_lag"] = time.monotonic() - published
                 self.sampler.sample(step)
         except BaseException as error:  # `sample` raises it in the step's turn
-            under_way.error = error
+            in_flight.error = error
         with self._changed:
-            under_way.is_done = True
-            if self._one_by_one and under_way.error is None:
+            in_flight.is_done = True
+            if self._one_by_one and in_flight.error is None:
                 try:
                     self._begin_next()
                 except (
@@ -181,8 +181,8 @@ class Window:
                     self._draw_error = error
             self._changed.notify_all()
 
-    def _waits_for(self, under_way: _UnderWay) -> str:
-        step, waited = under_way.step, time.monotonic() - under_way.began
+    def _waits_for(self, in_flight: _UnderWay) -> str:
+        step, waited = in_flight.step, time.monotonic() - in_flight.began
         stage, unfinished = step.timer.stage or "new weights", list(step.rollout.open.values())
         left = ""
         if stage == "rollout" and unfinished:

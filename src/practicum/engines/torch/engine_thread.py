@@ -80,7 +80,7 @@ class StepOrder:
             self._at_work.pop(engine, None)
             self._changed.notify_all()
 
-    def begin_anew(self, engine: EngineThread) -> None:
+    def mark_newest(self, engine: EngineThread) -> None:
         """Make the engine's work the newest."""
         with self._changed:
             self._ages.pop(engine, None)

@@ -161,7 +161,7 @@ class TorchEngine(Engine):
             self.runner.forget_packed(named_tensors(self.model).values())
             self.scheduler.reset()
             self.version = self.scheduler.version = version
-        self.thread.order.begin_anew(self.thread)
+        self.thread.order.mark_newest(self.thread)
 
     def sleep(self) -> Memory:
         """Free KV memory and packed weights. Return the freed bytes. `offload` can then free the weights

@@ -1,4 +1,4 @@
-"""The roles as actors of a Ray cluster: what they need, where they go, how they are called and kept alive.
+"""Roles as actors of a Ray cluster: resources, placement, calls and restarts.
 
-The trainer and the command line may import it; what it shares with the roles of one process is in `runtime`.
+The trainer and the command line may import it. Parts shared with the local runtime are in `runtime`.
 """

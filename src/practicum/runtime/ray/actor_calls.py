@@ -1,4 +1,4 @@
-"""Calls of actors: every one has a deadline, and every error says which worker it comes from."""
+"""Call actors. Every call has a deadline, and every error names its worker."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from practicum.errors import DeadlineError, PracticumError
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_LOGS = "its log is in the folder of Ray's session (logs/worker-*.err); dmesg shows if memory ran out"
+_LOGS = "see logs/worker-*.err in the folder of Ray's session; dmesg shows if memory ran out"
 
 
 class WorkerDied(PracticumError):
-    """A worker's process died. `actor` is its id in Ray, which differs between two workers of one name."""
+    """A worker's process died. `actor` is its id in Ray, which differs between workers with the same name."""
 
     def __init__(self, name: str, reason: str, actor: str = "") -> None:
         self.name, self.reason, self.actor = name, reason, actor
@@ -38,7 +38,7 @@ class WorkerDied(PracticumError):
 
 
 def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequence[str]) -> list[Any]:
-    """Return the results of calls in order; the first that fails is raised immediately.
+    """Return the results of calls in order. Raise the first failure immediately.
 
     Errors are those that the worker raised; a dead worker is WorkerDied. `who` names the workers.
     """
@@ -130,6 +130,6 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
 def _reason(error: BaseException) -> str:
     """Return the line of Ray's message that says why: the last one, without its list of common causes."""
     if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
-        return "it takes no connections: it hangs, or its machine is cut off"
+        return "it accepts no connections: it hangs, or its machine is unreachable"
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     return lines[-1].split(" Some common causes")[0]

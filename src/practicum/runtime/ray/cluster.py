@@ -123,7 +123,7 @@ def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[An
     if missing:
         free = import_ray().available_resources()
         node = Node(free.get("CPU", 0.0), free.get("GPU", 0.0))
-        late = f"the cluster had no room for all workers within {PATIENCE_S:g} s: something else uses it"
+        late = f"the cluster had no resources for all workers within {PATIENCE_S:g} s: other jobs use it"
         raise ClusterError(f"{late}\n{refusal(Needs((), tuple(missing)), [node], started_here=starts)}")
     return places
 
@@ -139,7 +139,7 @@ def check_cluster(recipe: Recipe, plan: Plan) -> list[str]:
             import_ray().cloudpickle.dumps(function)
         except Exception as error:
             found = f"ray, and {use} can't be pickled for its workers: {error_line(error)}"
-            advice = "create what can't be pickled inside the function, or move the function into a module"
+            advice = "create such objects inside the function, or move the function into a module"
             raise RecipeError("runtime.kind", found, "functions that can be pickled", advice) from None
     _require_room_here(recipe, plan)
     ranks, engines = recipe.data_parallel, recipe.engine_replicas

@@ -51,7 +51,7 @@ def check_hosts(recipe: Recipe, folder: Path | None) -> None:
         problems += [f"{name} has {', '.join(differ)}: install the same versions"] if differ else []
         for path in missing:
             what, shown = ("run folder", folder) if path == marker.name else ("model", path)
-            problems.append(f"{name} does not see the {what} {shown}: put it on a file system that all share")
+            problems.append(f"{name} does not have the {what} {shown}: use a shared file system")
     if problems:
         raise ClusterError(
             "hosts of the cluster can't run this recipe:\n" + "\n".join(f"• {p}" for p in problems)

@@ -1,4 +1,4 @@
-"""Connect this process to a Ray cluster: start one here or join one, and disconnect again.
+"""Connect this process to a Ray cluster: start one on this machine or join one, and disconnect.
 
 Ray's server processes end with a driver that is killed, but its agents stay for a minute. A watchdog process
 ends them: it waits for the end of a pipe that only the driver holds.
@@ -146,10 +146,10 @@ def _require_health(address: str, timeout: float) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        raise ClusterError(f"what listens at {address} does not answer as Ray in {timeout:g} s") from None
+        raise ClusterError(f"the server at {address} did not respond like Ray within {timeout:g} s") from None
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2] or "its health check failed"
-        raise ClusterError(f"what listens at {address} is not a healthy Ray: {reason}")
+        raise ClusterError(f"the server at {address} is not a healthy Ray: {reason}")
 
 
 def _descendants() -> dict[int, str]:

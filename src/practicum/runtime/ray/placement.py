@@ -207,16 +207,16 @@ def refusal(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) 
     `started_here` selects the advice for a cluster that the run starts itself.
     """
     short = _shortages(needs, nodes)
-    reason = "" if short else ": no machine has room for what must be on one machine"
+    reason = "" if short else ": no machine has the resources that must be on one machine"
     has = amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
     pools = dict.fromkeys(bundle.pool for bundle in needs.bundles)
     advice = [f"lower {', '.join(_KEYS[pool] for pool in pools)}"]
     if "GPUs" in short:
         advice.append("without GPUs: set device to cpu or auto where the recipe names a GPU")
     if not started_here:
-        advice.append("or add machines to the cluster, or stop what else runs there")
+        advice.append("or add machines to the cluster, or stop other jobs")
     elif "CPUs" in short:
-        advice.append(f"or set runtime.cpus to {ceil(needs.cpus)}: it may be more than the cores")
+        advice.append(f"or set runtime.cpus to {ceil(needs.cpus)}, which may exceed the cores")
     lines = [
         f"the cluster is too small for this recipe{reason}",
         f"wanted {amounts(needs.cpus, needs.gpus)}, available {has}",

@@ -1,4 +1,4 @@
-"""All roles of a run on Ray, as the trainer sees them: calls go out, keys, tags and numbers come back."""
+"""The roles of a run on Ray, for the trainer. Calls return keys, tags and numbers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from practicum.dataplane.store import Store, StoreHandle
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.roles.learner_rank import Transcript
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
-from practicum.roles.sync import SyncProbe, WeightTurns
+from practicum.roles.sync import SyncProbe, WeightLock
 from practicum.roles.teachers import takes_new_weights
-from practicum.roles.train_rank import Transcript
 from practicum.runtime.ray.actor_calls import ask, first_death
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
 from practicum.runtime.ray.rollout_worker import RolloutWorker
 from practicum.runtime.ray.weight_transport import Manifest
-from practicum.runtime.ray.workers import PublishingRank, RankReply, TeacherWorker
+from practicum.runtime.ray.workers import RankReply, RayLearnerRank, TeacherWorker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,18 +56,18 @@ class TrainGroup:
         return len(self.workers)
 
     def all(
-        self, method: Callable[Concatenate[PublishingRank, P], T], *args: P.args, **options: P.kwargs
+        self, method: Callable[Concatenate[RayLearnerRank, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
         """Call a method on all ranks with the same arguments; return the first rank's result."""
         return self._call(self.workers, method, args, options)[0]
 
     def first(
-        self, method: Callable[Concatenate[PublishingRank, P], T], *args: P.args, **options: P.kwargs
+        self, method: Callable[Concatenate[RayLearnerRank, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
         """Call a method on the first rank alone, with what needs the whole batch in one place."""
         return self._call(self.workers[:1], method, args, options)[0]
 
-    def each(self, method: Callable[[PublishingRank], T], timeout_s: float | None = None) -> list[T]:
+    def each(self, method: Callable[[RayLearnerRank], T], timeout_s: float | None = None) -> list[T]:
         return self._call(self.workers, method, timeout_s=timeout_s)
 
     def _call(
@@ -80,7 +80,7 @@ class TrainGroup:
     ) -> list[T]:
         names = self.names[: len(workers)]
         refs: list[ObjectRef[Any]] = [w.call.remote(method, *args, **(options or {})) for w in workers]
-        owner = f"stage {args[0]}" if method == PublishingRank.run else method.__name__
+        owner = f"stage {args[0]}" if method == RayLearnerRank.run else method.__name__
         try:
             replies = ask(refs, timeout=timeout_s or self.timeout_s, owner=owner, who=names)
         except PracticumError:
@@ -104,7 +104,7 @@ class ControllerStore:
         self.batch, self.tag, self.clear, self.size = store.batch, store.tag, store.clear, store.size
 
     def put(self, *_: object, **__: object) -> NoReturn:
-        raise AssertionError("the controller asked its store for columns: a worker does that")
+        raise AssertionError("the controller must not fetch columns: workers do")
 
     get = save = load = put
 
@@ -134,7 +134,7 @@ class RayRoles:
         self.published: dict[int, tuple[Manifest, Sequence[float]]] = {}
         """Weights by the step that they are after, each with the learner's fingerprint, if it is checked."""
         engines = range(recipe.sampling_engines)
-        self._turns = [WeightTurns(recipe.sampling_s, held=0) for _ in engines]
+        self._turns = [WeightLock(recipe.sampling_s, held=0) for _ in engines]
         self.probes = [SyncProbe(recipe.model.dtype, watch) for _ in engines]
         self.store: Store = ControllerStore(handle.connect(recipe.runtime.store_s, lasting=False))
         self.rollouts = self._rollouts(plan, is_eval=False)
@@ -149,7 +149,7 @@ class RayRoles:
         teachers = recipe.teachers.items()
         self._colocated = {name for name, teacher in teachers if not teacher.scores_during_rollout}
         self._copies = [name for name in pools.teachers if recipe.teachers[name].student is not None]
-        """Teachers with their own resources that are copies of the student."""
+        """Teachers in separate processes that are copies of the student."""
         self._busy_before: dict[str, float] = {}
         self._reported = (0, 0)
         for engine in engines:
@@ -188,25 +188,25 @@ class RayRoles:
         teachers = self.recipe.teachers.items() if "teachers" in self.plan else ()
         due = {name for name, teacher in teachers if takes_new_weights(teacher, step)}
         if due & self._colocated:
-            self.group.all(PublishingRank.refresh_copies, step)
+            self.group.all(RayLearnerRank.refresh_copies, step)
         if elsewhere := [name for name in self._copies if name in due]:
-            manifest = self.group.all(PublishingRank.publish)
+            manifest = self.group.all(RayLearnerRank.publish)
             for name in elsewhere:
                 self._give(name, manifest)
 
     def _give(self, name: str, manifest: Manifest) -> None:
-        """Give these weights to a copy of the student with its own resources, and to its later replicas."""
+        """Send these weights to a copy of the student in separate processes, and to its later replicas."""
         pool, timeout = self.pools.teachers[name], self.recipe.runtime.stage_s
         self.copies[name] = manifest
         pool.call_each(timeout, TeacherWorker.take, manifest)
         if self.recipe.distill is not None and self.recipe.distill.signal == "full":
             owner = f"the output head of teacher {name}"
             head = run_async(output_head(pool, timeout), timeout=timeout + 5, owner=owner)
-            self.group.all(PublishingRank.renew_head, name, head)
+            self.group.all(RayLearnerRank.renew_head, name, head)
 
     def _run(self, stage: str, step: StepInfo) -> Any:
         call = self.group.all if self.plan[stage].ranks == "all" else self.group.first
-        report = call(PublishingRank.run, stage, step)
+        report = call(RayLearnerRank.run, stage, step)
         if isinstance(report, UpdateReport):
             self.version = report.version
         return report
@@ -215,7 +215,7 @@ class RayRoles:
         """See `Roles`. Ranks score their rows apart from each other: seconds add up, wakes do not."""
         seconds, wakes = dict.fromkeys(self.recipe.teachers, 0.0), dict.fromkeys(self.recipe.teachers, 0)
         if self._colocated:
-            for rank_seconds, rank_wakes in self.group.each(PublishingRank.teachers_spent):
+            for rank_seconds, rank_wakes in self.group.each(RayLearnerRank.teachers_spent):
                 for name in self._colocated:
                     seconds[name] += rank_seconds[name]
                     wakes[name] = max(wakes[name], rank_wakes[name])
@@ -226,7 +226,7 @@ class RayRoles:
         return seconds, wakes
 
     def publish(self, step: int) -> None:
-        manifest = self.group.all(PublishingRank.publish)
+        manifest = self.group.all(RayLearnerRank.publish)
         if not self.lag:
             self._load(0, manifest)
             self._probe(0, self._fingerprint)
@@ -263,28 +263,28 @@ class RayRoles:
             self.probes[engine].check(fingerprints, learner)
 
     def _fingerprint(self, length: int) -> Sequence[float]:
-        return self.group.all(PublishingRank.fingerprint, length)
+        return self.group.all(RayLearnerRank.fingerprint, length)
 
     def transcripts(self, batch: BatchRef) -> list[Transcript]:
-        return self.group.first(PublishingRank.transcripts, batch) if batch else []
+        return self.group.first(RayLearnerRank.transcripts, batch) if batch else []
 
     def session_advantages(self, batch: BatchRef) -> dict[tuple[int, ...], float]:
-        return self.group.first(PublishingRank.session_advantages, batch)
+        return self.group.first(RayLearnerRank.session_advantages, batch)
 
     def kl_state(self) -> dict[str, float]:
-        return self.group.first(PublishingRank.kl_state)
+        return self.group.first(RayLearnerRank.kl_state)
 
     def updates(self) -> tuple[int, ...]:
-        counts = self.group.each(PublishingRank.updates, IDLE_S)
+        counts = self.group.each(RayLearnerRank.updates, IDLE_S)
         return tuple(count for theirs in counts for count in theirs)
 
     def save(self, folder: Path, rows: Collection[Key]) -> None:
         folder = folder.absolute()
-        self.group.all(PublishingRank.save, folder, rows)
+        self.group.all(RayLearnerRank.save, folder, rows)
         for step, (manifest, fingerprint) in self.published.items():
             if (step, manifest.version) != (max(self.published), self.version):  # else they are the student's
                 where = folder / "sampling"
-                self.group.first(PublishingRank.save_published, manifest, fingerprint, where, step)
+                self.group.first(RayLearnerRank.save_published, manifest, fingerprint, where, step)
         timeout = self.recipe.runtime.stage_s
         for name in self._copies:
             pool = self.pools.teachers[name]
@@ -293,20 +293,20 @@ class RayRoles:
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> None:
         folder = folder.absolute()
-        self.version = self.group.all(PublishingRank.load, folder, dict(kl_state))
+        self.version = self.group.all(RayLearnerRank.load, folder, dict(kl_state))
         for name in self._copies:
-            manifest = self.group.first(PublishingRank.publish_copy, folder / "teachers", name)
+            manifest = self.group.first(RayLearnerRank.publish_copy, folder / "teachers", name)
             if manifest is not None:
                 self._give(name, manifest)
         if self.lag:
-            self.published = self.group.first(PublishingRank.publish_saved, folder / "sampling")
+            self.published = self.group.first(RayLearnerRank.publish_saved, folder / "sampling")
             for turns in self._turns:
                 turns.held = None
         else:
             self.publish(0)
 
     def export(self, folder: Path) -> None:
-        self.group.all(PublishingRank.export, folder.absolute())
+        self.group.all(RayLearnerRank.export, folder.absolute())
 
     def incidents(self) -> dict[str, Any]:
         pools = self.pools.pools()

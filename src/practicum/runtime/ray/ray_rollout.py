@@ -1,4 +1,4 @@
-"""Where sessions run and are scored on Ray: prompts go out from the controller, keys and tags come back."""
+"""Run and score sessions on Ray. The controller sends prompts and receives keys and tags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 
 _BLOCKED_S = 5.0
-"""Seconds that workers have to say whether their event loops are blocked."""
+"""Deadline in seconds for workers to report if their event loops are blocked."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class ReplicaPools:
     rollout: ReplicaPool
     reward: ReplicaPool
     teachers: dict[str, ReplicaPool]
-    """Those with their own resources."""
+    """Teachers in separate processes or on servers."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Of the weights that each engine of a replica has, or 0 at first."""
+    """Weight version of each engine of a replica, initially 0."""
     busy_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """Seconds of scoring of each teacher so far, by the process that reported them."""
 
@@ -223,7 +223,7 @@ async def output_head(teacher: ReplicaPool, timeout: float) -> Any:
         head = worker.head.remote()
         made, _ = await asyncio.to_thread(ray.wait, [head], timeout=timeout, fetch_local=False)
         if not made:
-            raise DeadlineError(f"{teacher.role} gave no output head in {timeout:g} s")
+            raise DeadlineError(f"{teacher.role} sent no output head within {timeout:g} s")
         return head
 
     return await teacher.run(work, load=0)

@@ -74,10 +74,11 @@ class ReplicaPool:
         sticky: Hashable | None = None,
         again: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """Do a work on the least loaded replica, or where works of the same `sticky` key went before.
+        """Run work on the least loaded replica, or on the replica that ran earlier work with the `sticky`
+        key.
 
-        If the replica dies meanwhile, `again` is awaited (to clean up half-done work) and the work runs once
-        more on a live one. Other errors of the work are raised as they are.
+        If the replica dies, `again` is awaited (to clean up partial work) and the work runs once more on a
+        live replica. Other errors are raised unchanged.
         """
         while True:
             slot = await self._free_slot(sticky)
@@ -92,9 +93,9 @@ class ReplicaPool:
             self.reruns += 1
 
     async def each(self, work: Callable[[Any], Awaitable[T]]) -> list[T]:
-        """Do a work that may be repeated, such as loading weights, on every replica concurrently.
+        """Run idempotent work, such as loading weights, on every replica concurrently.
 
-        It waits for replicas that are starting, and is repeated on those that die meanwhile.
+        Waits for replicas that are starting, and repeats the work on replicas that die.
         """
 
         async def on_place(place: _Place) -> T:
@@ -138,7 +139,7 @@ class ReplicaPool:
         return f"{self.role} {numbers[0]}" if numbers else f"a {self.role} worker"
 
     async def close(self) -> None:
-        """End all replicas; works in flight and later ones get a ClusterError."""
+        """End all replicas. Work in flight and later work raise ClusterError."""
         self._stop(ClusterError(f"{self.role}: its workers are stopped"))
         restarts = [place.restart for place in self._places if place.restart is not None]
         for restart in restarts:

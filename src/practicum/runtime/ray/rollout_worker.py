@@ -86,7 +86,7 @@ class RolloutWorker(Worker):
         version = self.engines[request.engine].version
         if version != request.version:
             raise EngineError(
-                f"this engine has weights of version {version} and the request is for "
+                f"the engine has weight version {version} but the request needs "
                 f"{request.version}: it missed an update"
             )
         sessions = (self._eval if request.is_eval else self._train)[request.engine]
@@ -124,11 +124,11 @@ class RolloutWorker(Worker):
             return await asyncio.to_thread(sessions.put, partition, rows, "demonstrate")
 
     async def load(self, engine: int, manifest: Manifest) -> None:
-        """Give an engine the weights of a version; what was computed with older ones is never used again."""
+        """Load the weights of a version into an engine, and discard results of older ones."""
         await asyncio.to_thread(self._load, engine, manifest)
 
     async def sleep(self) -> None:
-        """Free memory for others until `wake`; without a lag there is one engine."""
+        """Free memory until `wake`. Used without a lag, where the worker has one engine."""
         await asyncio.to_thread(self.engines[0].sleep)
 
     async def wake(self) -> None:

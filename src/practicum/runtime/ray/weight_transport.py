@@ -104,9 +104,11 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
                 f"({bucket.nbytes / 2**20:.1f} MiB) is missing"
             ) from None
         except OwnerDiedError:
-            raise EngineError(f"{what} are lost: the learner that published them is gone; {_FIX}") from None
+            raise EngineError(f"{what} are lost: the learner that published them has ended; {_FIX}") from None
         except ObjectLostError as error:
-            raise EngineError(f"{what} are lost: a node with a part is gone ({error}); {_FIX}") from None
+            raise EngineError(
+                f"{what} are lost: a node with a part of them has ended ({error}); {_FIX}"
+            ) from None
         except DIRECT_ERRORS as error:
             raise EngineError(
                 f"{what} did not come by NIXL ({error}); {_FIX}, or uninstall nixl where the learner runs"

@@ -35,12 +35,12 @@ from practicum.rewards.judge import CannotScore, Judge, JudgeInput
 from practicum.rewards.local_judges import load_judge
 from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.roles.learner_rank import LearnerRank, set_threads
 from practicum.roles.reward import RewardRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights
 from practicum.roles.teachers import TeacherRole, read_copy
-from practicum.roles.train_rank import TrainRank, set_threads
 from practicum.runtime.random_state import seed_generators
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.hosts import interface_of
@@ -98,7 +98,7 @@ def _set_up(seed: int, threads: int) -> None:
     set_threads(threads)
 
 
-class PublishingRank(TrainRank):
+class RayLearnerRank(LearnerRank):
     """A rank whose weights go to engines and teachers in other processes."""
 
     def run(self, stage: str, step: StepInfo) -> Any:
@@ -146,7 +146,7 @@ class PublishingRank(TrainRank):
 
 @dataclass(frozen=True, slots=True)
 class RankReply:
-    """The result of a call of a rank, and what the checks reported meanwhile."""
+    """The result of a call of a rank, and the reports of its checks."""
 
     value: Any = None
     sentences: tuple[str, ...] = ()
@@ -190,7 +190,7 @@ class TrainWorker(Worker):
             how = recipe.distill, recipe.runtime, recipe.model, recipe.seed
             elsewhere = dict(zip(names, heads, strict=True))
             teachers = load_teachers(colocated, *how, model, heads=elsewhere)
-        self.roles = PublishingRank(
+        self.roles = RayLearnerRank(
             recipe, plan, self.store, self.watch, model, teachers, self.parallel, self.recorder
         )
         return self.roles.stop
@@ -257,7 +257,7 @@ class TeacherWorker(Worker):
         self.role.take(self.name, weights, manifest.version)
 
     def save(self, folder: Path) -> None:
-        """Write what it took of the student, for `PublishingRank.publish_copy`."""
+        """Write what it took of the student, for `RayLearnerRank.publish_copy`."""
         self.role.save(folder)
 
 

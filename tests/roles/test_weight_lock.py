@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from practicum.errors import DeadlineError
-from practicum.roles.sync import WeightTurns
+from practicum.roles.sync import WeightLock
 
 _S = 30.0
 
 
 def test_whoever_needs_the_same_weights_shares_them_and_others_wait_in_line():
-    turns, told = WeightTurns(_S, held=0), []
+    turns, told = WeightLock(_S, held=0), []
     inside, leave = threading.Event(), threading.Event()
 
     def sample(step: int) -> None:
@@ -42,7 +42,7 @@ def test_whoever_needs_the_same_weights_shares_them_and_others_wait_in_line():
 
 
 def test_weights_that_could_not_be_loaded_are_loaded_again():
-    turns = WeightTurns(_S, held=0)
+    turns = WeightLock(_S, held=0)
 
     def fails() -> None:
         raise RuntimeError("no")
@@ -56,7 +56,7 @@ def test_weights_that_could_not_be_loaded_are_loaded_again():
 
 
 def test_who_waits_too_long_is_told_for_what():
-    turns = WeightTurns(0.05, held=2)
+    turns = WeightLock(0.05, held=2)
     with (
         turns.use(2, lambda: None),
         pytest.raises(DeadlineError, match=r"weights of step 5 wait .*with the weights of step 2"),

@@ -58,7 +58,7 @@ class Transcript:
     """Spans of the response, sampled or inserted, with `sampled`, `text` and number of `tokens`."""
 
 
-class TrainRank:
+class LearnerRank:
     """Student, critic, advantages, colocated teachers and padding."""
 
     def __init__(

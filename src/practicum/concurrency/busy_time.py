@@ -1,4 +1,4 @@
-"""How long work was under way."""
+"""Measure how long work was in progress."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 
-class OpenTime:
-    """Seconds during which at least one piece of work was open; used by one thread."""
+class BusyTime:
+    """Seconds during which at least one piece of work was open. Not thread-safe."""
 
     def __init__(self) -> None:
         self._done, self._open, self._since = 0.0, 0, 0.0
@@ -20,7 +20,7 @@ class OpenTime:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """One piece of work, from here to the end of the block."""
+        """Measure a piece of work inside the context."""
         if not self._open:
             self._since = time.monotonic()
         self._open += 1
@@ -32,8 +32,9 @@ class OpenTime:
                 self._done += time.monotonic() - self._since
 
 
-class SharedTime:
-    """Seconds of work that several share, by their tokens in each stretch of work that is open at once."""
+class SharedBusyTime:
+    """Busy time divided among several names, in proportion to their tokens in each period of concurrent
+    work."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.seconds = dict.fromkeys(names, 0.0)
@@ -41,7 +42,7 @@ class SharedTime:
 
     @contextmanager
     def work(self, name: str, tokens: int) -> Iterator[None]:
-        """One piece of work of one of them, from here to the end of the block."""
+        """Measure a piece of work of one name inside the context."""
         if not self._open:
             self._since = time.perf_counter()
             self._tokens.clear()
@@ -57,30 +58,30 @@ class SharedTime:
                     self.seconds[each] += count * a_token
 
 
-class HiddenShare:
-    """Fraction of streamed scoring time that overlapped the rollout: of models with their own resources."""
+class OverlapFraction:
+    """Fraction of streamed scoring time that overlapped the rollout, of models in other processes."""
 
     def __init__(self) -> None:
-        self._open = OpenTime()
+        self._open = BusyTime()
         self._tail_s = self._scoring_s = self._last_session = 0.0
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """One rollout, until all its sessions are scored."""
+        """Measure a rollout, until all its sessions are scored."""
         before, self._last_session = self._open.seconds, time.perf_counter()
         yield
         self._tail_s += time.perf_counter() - self._last_session
         self._scoring_s += self._open.seconds - before
 
     def session_ended(self) -> None:
-        """What is scored after the last of these is not hidden."""
+        """Record the end of a session. Scoring after the last one does not overlap."""
         self._last_session = time.perf_counter()
 
     def scoring(self) -> AbstractContextManager[None]:
         return self._open.work()
 
     def take(self) -> float | None:
-        """The fraction since the last call, or None if nothing was streamed."""
+        """Return the fraction since the last call, or None without streamed scoring."""
         tail_s, scoring_s = self._tail_s, self._scoring_s
         self._tail_s = self._scoring_s = 0.0
         return 1.0 - min(1.0, tail_s / scoring_s) if scoring_s else None
