@@ -44,7 +44,7 @@ class TokenRows:
         self.lengths = list(map(len, ids))
         columns = [x.reshape(-1, 1) for x in ids]
         if experts is not None:
-            flat = (x.reshape(len(x), -1) for x in experts)
+            flat = (x.reshape(len(x), int(np.prod(x.shape[1:]))) for x in experts)
             columns = [np.concatenate(pair, 1) for pair in zip(columns, flat, strict=True)]
         self._items = [np.ascontiguousarray(x).ravel() for x in columns]
         self._width = columns[0].shape[1] if columns else 1
