@@ -118,6 +118,6 @@ def test_a_host_that_does_not_see_the_run_folder_or_a_model_is_named(hosts: RayH
     text = str(failed.value)
     for number in range(6):
         address = hosts[f"worker{number}"].address
-        assert f"{address} does not see the run folder /tmp/alone/run" in text
-        assert f"{address} does not see the model /tmp/student" in text
+        assert f"{address} does not have the run folder /tmp/alone/run" in text
+        assert f"{address} does not have the model /tmp/student" in text
     assert "Traceback" not in text
