@@ -52,7 +52,7 @@ class Lab:
         self.domains, self.seed, self.quick, self.until = SETS[name], seed, quick, until
         self.root = folder / name / str(seed)
         self.tasks = self._conflict() if name == "conflict" else {d: _task(d) for d in self.domains}
-        self.steps = 4 if quick else 60
+        self.steps = 4 if quick else 40
         self.base = self._specialise()
 
     def _conflict(self) -> Record:
@@ -82,12 +82,13 @@ class Lab:
         for domain in self.domains:
             tasks = {domain: self.tasks[domain]}
             train = {"steps": 4 if self.quick else 100, "prompts": 32, "lr": 2e-4}
-            self.train(domain, tasks=tasks, train=train, **self.rewarded(base))
+            stop = {"rows": 128, "every": 5, "stop_at": 0.95}
+            self.train(domain, tasks=tasks, train=train, eval=stop, **self.rewarded(base, samples=8))
         return base
 
-    def rewarded(self, start: Path) -> Record:
+    def rewarded(self, start: Path, samples: int = 4) -> Record:
         algorithm = {"advantage": "grpo", "loss": "ppo_clip", "entropy": 0.01}
-        return {"model": {"path": str(start)}, "algorithm": algorithm, "rollout": {"samples": 8}}
+        return {"model": {"path": str(start)}, "algorithm": algorithm, "rollout": {"samples": samples}}
 
     def train(self, name: str, **sections: Any) -> Path:
         """Train a run, unless it is there, and return its folder."""
@@ -228,7 +229,8 @@ def run(seeds: list[int], folder: Path, records: Path, quick: bool, until: float
         for name in SETS:
             file = folder / f"{name}-rates.json"
             if name not in rates and not file.is_file():
-                file.write_text(json.dumps(tuned(Lab(name, TUNING, folder, quick, until))))
+                tuning = Lab(name, seeds[0] if quick else TUNING, folder, quick, until)
+                file.write_text(json.dumps(tuned(tuning)))
             rates[name] = json.loads(file.read_text())
             lab = Lab(name, seed, folder, quick, until)
             own = {d: lab.scores(run)[d] for d, run in zip(lab.domains, lab.specialists, strict=True)}
