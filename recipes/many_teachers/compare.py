@@ -21,23 +21,30 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
 import practicum as pr
+from practicum.models.tokenizer import make_tokenizer
 from practicum.trainer.run_models import merge_runs
 from report import report  # beside this file
 
 HERE = Path(__file__).resolve().parent
 LETTERS, LENGTHS = "abcde", (3, 5)
-SETS = {"demo": ("copy", "reverse", "rotate"), "conflict": ("rising", "falling")}
-"""Task sets. `conflict` sorts letters up or down. A third of its prompts don't say which."""
+SETS = {"demo": ("copy", "reverse", "rotate"), "conflict": ("rising", "falling"), "tokenizer": ("reverse",)}
+"""Task sets. `conflict` sorts letters up or down; a third of its prompts don't say which. In `tokenizer` the
+teacher's tokenizer joins some letters."""
+JOINED = ("ab", "bd", "cc", "da", "ec")
+"""Pairs of letters that are one token of this teacher."""
 MARKS = {"rising": "<", "falling": ">"}
 UNMARKED = 1 / 3
 """Share of the prompts of `conflict` that both domains have alike: half of them can be right for both."""
 MODEL = {"family": "qwen3", "hidden": 128, "layers": 4, "heads": 4, "head_dim": 32, "context": 64}
-RATES = (1e-4, 3e-4, 1e-3)
-"""Learning rates; MOPD, SFT, GRPO and the control each take the best one on TUNING, which is not reported."""
+RATES = dict.fromkeys(("mopd", "sft", "grpo"), (1e-4, 3e-4, 1e-3)) | {"control": (3e-5, 1e-4, 3e-4)}
+"""Learning rates; each way takes the best of its own with the seed TUNING, which is not reported."""
 TUNING, LAGGING = 100, 0.95
 """A domain below this share of its specialist's headroom is merged again."""
-TUNED = ("mopd", "sft", "grpo", "control")
 Record = dict[str, Any]
 
 
@@ -50,7 +57,7 @@ class Lab:
 
     def __init__(self, name: str, seed: int, folder: Path, quick: bool, until: float) -> None:
         self.domains, self.seed, self.quick, self.until = SETS[name], seed, quick, until
-        self.root = folder / name / str(seed)
+        self.root, self.joins = folder / name / str(seed), name == "tokenizer"
         self.tasks = self._conflict() if name == "conflict" else {d: _task(d) for d in self.domains}
         self.steps = 4 if quick else 40
         self.base = self._specialise()
@@ -79,12 +86,33 @@ class Lab:
         start = {"model": {"random_init": MODEL}, "eval": {"rows": 128, "every": 5, "stop_at": 0.4}}
         train = {"steps": 60 if self.quick else 300, "prompts": 64, "lr": 1e-3, "warmup_steps": 10}
         base = self.train("base", train=train, **supervised, **start)
+        if self.joins:
+            known = {
+                "model": {"path": str(self._joining(base))},
+                "eval": {"rows": 128, "every": 5, "stop_at": 0.95},
+            }
+            self.train("reverse", train=train | {"steps": 8 if self.quick else 500}, **supervised, **known)
+            return base
         for domain in self.domains:
             tasks = {domain: self.tasks[domain]}
             train = {"steps": 4 if self.quick else 100, "prompts": 32, "lr": 2e-4}
             stop = {"rows": 128, "every": 5, "stop_at": 0.95}
             self.train(domain, tasks=tasks, train=train, eval=stop, **self.rewarded(base, samples=8))
         return base
+
+    def _joining(self, base: Path) -> Path:
+        """Make a model from random weights whose tokenizer joins letters, and return its folder."""
+        folder, tokenizer = self.root / "joining", make_tokenizer()
+        vocabulary = tokenizer.get_vocab() | {pair: len(tokenizer) + i for i, pair in enumerate(JOINED)}
+        core = Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in JOINED], unk_token="<unk>"))
+        core.decoder = decoders.Fuse()
+        names = {name: str(getattr(tokenizer, name)) for name in ("pad_token", "eos_token", "unk_token")}
+        joining = PreTrainedTokenizerFast(tokenizer_object=core, **names, clean_up_tokenization_spaces=False)
+        joining.save_pretrained(folder)
+        torch.manual_seed(self.seed)
+        config = AutoConfig.from_pretrained(base / "export", vocab_size=len(vocabulary))
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
 
     def rewarded(self, start: Path, samples: int = 4) -> Record:
         algorithm = {"advantage": "grpo", "loss": "ppo_clip", "entropy": 0.01}
@@ -113,6 +141,15 @@ class Lab:
         """Return the sections of a run that has a specialist as the teacher of each domain."""
         named = {domain: {"model": str(self.root / domain)} for domain in self.domains}
         return {"teachers": named, "route": {"by": "task"}, **more}
+
+    def shared(self, name: str, lr: float, divergence: str, **more: Any) -> Path:
+        distill = {"divergence": divergence, "signal": "shared"}
+        distill |= {"top_k": 16} if divergence == "reverse_kl" else {}
+        sections = self.teachers(
+            model={"path": str(self.base)}, rollout={"samples": 2}, distill=distill, **more
+        )
+        train = {"steps": self.steps, "prompts": 48, "lr": lr}
+        return self.train(name, train=train, reward={"weight": 0.0}, **sections)
 
     def mopd(self, name: str, lr: float, start: Path | None = None, steps: int = 0, **route: Any) -> Path:
         more = {"distill": {"divergence": "reverse_kl", "signal": "full"}, "reward": {"weight": 0.0}}
@@ -169,11 +206,18 @@ def _task(domain: str) -> Record:
 
 def rows_of(lab: Lab, rates: dict[str, float]) -> dict[str, Callable[[], list[Path]]]:
     """Return the rows of the table: how each is made, as the runs one after the other, or one model."""
-    mopd, sft, grpo, control = (rates[name] for name in TUNED)
+    mopd, sft, grpo, control = (rates[name] for name in RATES)
 
     def merged() -> Path:
         return lab.merge("merge", lab.specialists)
 
+    if lab.joins:
+        stages = {"stages": [f"{HERE / 'mismatched'}:include"]}
+        return {
+            "other tokenizer, top 16 of shared tokens": lambda: [lab.shared("top", mopd, "reverse_kl")],
+            "other tokenizer, mismatches left out": lambda: [lab.shared("out", mopd, "k1_straight")],
+            "other tokenizer, mismatches included": lambda: [lab.shared("in", mopd, "k1_straight", **stages)],
+        }
     rows: dict[str, Callable[[], list[Path]]] = {
         "uniform merge": lambda: [merged()],
         "MOPD": lambda: [lab.mopd("mopd", mopd)],
@@ -213,10 +257,10 @@ def curve(lab: Lab, runs: list[Path]) -> list[Record]:
 def tuned(lab: Lab) -> dict[str, float]:
     """Return the learning rate of each way with the best mean score, the lowest one of equals."""
     if lab.quick:
-        return dict.fromkeys(TUNED, RATES[1])
+        return {way: rates[1] for way, rates in RATES.items()}
     best = {}
-    for way in TUNED:
-        means = {lr: fmean(lab.scores(getattr(lab, way)(f"{way} {lr:g}", lr)).values()) for lr in RATES}
+    for way, rates in RATES.items():
+        means = {lr: fmean(lab.scores(getattr(lab, way)(f"{way} {lr:g}", lr)).values()) for lr in rates}
         best[way] = max(means, key=lambda lr: means[lr])
     return best
 
@@ -227,9 +271,10 @@ def run(seeds: list[int], folder: Path, records: Path, quick: bool, until: float
     rates: dict[str, dict[str, float]] = {}
     for seed in seeds:
         for name in SETS:
-            file = folder / f"{name}-rates.json"
+            tuned_on = "demo" if name == "tokenizer" else name
+            file = folder / f"{tuned_on}-rates.json"
             if name not in rates and not file.is_file():
-                tuning = Lab(name, seeds[0] if quick else TUNING, folder, quick, until)
+                tuning = Lab(tuned_on, seeds[0] if quick else TUNING, folder, quick, until)
                 file.write_text(json.dumps(tuned(tuning)))
             rates[name] = json.loads(file.read_text())
             lab = Lab(name, seed, folder, quick, until)

@@ -105,6 +105,12 @@ def test_strict_positions_cover_the_same_bytes_and_no_others_do(
             and own[ids[i]] == theirs[found.ids[j]]
         }
         assert strict == expected
+        spans = [(mine.start, mine.stop, other.start, other.stop) for mine, other in found.chunks]
+        covered = [place for a, b, _, _ in spans for place in range(a, b)]
+        assert sorted([*covered, *(mine for mine, _ in strict)]) == list(range(len(ids)))
+        for a, b, c, d in spans:
+            assert before_own[b][len(before_own[a]) :] == before_theirs[d][extra:][len(before_own[a]) :]
+            assert (b - a, d - c) != (1, 1)
 
 
 @settings(max_examples=30, deadline=None)

@@ -170,7 +170,7 @@ def cut_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def endless_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """Report truncation and repetition that rise together: responses that run in circles."""
+    """Report truncation and repetition that rise together: responses that loop."""
     both = [row for row in rows if _CUT in row and _REPEATED in row][-2 * MANY :]
     before, after = both[:MANY], both[MANY:]
     if len(after) < MANY:
@@ -179,7 +179,7 @@ def endless_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
     if _rises(*cut) and _rises(*repeated):
         said = (
             f"truncated responses rose from {fmean(cut[0]):.0%} to {fmean(cut[1]):.0%}, and repetition in "
-            f"responses from {fmean(repeated[0]):.0%} to {fmean(repeated[1]):.0%}: they run in circles. Lower "
+            f"responses from {fmean(repeated[0]):.0%} to {fmean(repeated[1]):.0%}: they loop. Lower "
             "train.lr, and check that rewards or teachers teach when to stop"
         )
         yield Finding("circles", said, _REPEATED, "finish=length")
