@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Task
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.teachers.shared_tokens import SharedTokens, token_bytes
+from practicum.teachers.teacher_checks import rendered
 
 TEXTS = [
     "the cat sat on the mat and counted 12 mice, 345 birds and 6789 fish",
@@ -181,6 +183,17 @@ def test_a_teacher_reads_its_own_prompt_and_is_asked_for_the_student_s_tokens() 
             if known:
                 assert back.topk_logprobs[place, k] == scored.topk_logprobs[strict[place], k]  # pyright: ignore
     assert (back.logprobs != 0).sum() == len(strict)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_check_shows_a_prompt_as_the_teacher_s_template_renders_it(thinks: bool) -> None:
+    teacher = copy.deepcopy(trained("bytes"))
+    mode = "{% if enable_thinking is defined %}think{% endif %}" if thinks else ""
+    teacher.chat_template = "<q>{{ messages[0].content }}<a>" + mode
+    tokens = SharedTokens(trained("bytes"), Encoder({"a": Task(kind="copy", chat=True)}, teacher))
+    found = rendered("far", Prompt(0, "a", "a", "the cat", None, {}, 0, 0), tokens)
+    assert "'<q>the cat<a>'" in found
+    assert ("thinking" in found) == thinks
 
 
 def test_word_pieces_are_refused(tmp_path: Path) -> None:
