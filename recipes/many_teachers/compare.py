@@ -42,7 +42,7 @@ UNMARKED = 1 / 3
 """Share of the prompts of `conflict` that both domains have alike: half of them can be right for both."""
 MODEL = {"family": "qwen3", "hidden": 128, "layers": 4, "heads": 4, "head_dim": 32, "context": 64}
 RATES = dict.fromkeys(("mopd", "sft", "grpo"), (1e-4, 3e-4, 1e-3)) | {"control": (3e-5, 1e-4, 3e-4)}
-"""Learning rates; each way takes the best of its own with the seed TUNING, which is not reported."""
+"""Learning rates; each way takes its best one on `demo` with the seed TUNING, which is not reported."""
 TUNING, LAGGING = 100, 0.95
 """A domain below this share of its specialist's headroom is merged again."""
 Record = dict[str, Any]
@@ -268,25 +268,24 @@ def tuned(lab: Lab) -> dict[str, float]:
 def run(seeds: list[int], folder: Path, records: Path, quick: bool, until: float) -> None:
     """Make the records that are missing, seed by seed. Raise TimeIsOver where the time is over."""
     done = {(record["set"], record["seed"], record["row"]) for record in read(records)}
-    rates: dict[str, dict[str, float]] = {}
+    file = folder / "rates.json"
+    if not file.is_file():
+        file.write_text(json.dumps(tuned(Lab("demo", seeds[0] if quick else TUNING, folder, quick, until))))
+    rates = json.loads(file.read_text())
     for seed in seeds:
         for name in SETS:
-            tuned_on = "demo" if name == "tokenizer" else name
-            file = folder / f"{tuned_on}-rates.json"
-            if name not in rates and not file.is_file():
-                tuning = Lab(tuned_on, seeds[0] if quick else TUNING, folder, quick, until)
-                file.write_text(json.dumps(tuned(tuning)))
-            rates[name] = json.loads(file.read_text())
             lab = Lab(name, seed, folder, quick, until)
-            own = {d: lab.scores(run)[d] for d, run in zip(lab.domains, lab.specialists, strict=True)}
-            fixed = {"base": lab.scores(lab.base), "specialists": own}
-            makers = rows_of(lab, rates[name])
-            for row in (*fixed, *makers):
+            makers = {"base": None, "specialists": None, **rows_of(lab, rates)}
+            for row, make in makers.items():
                 if (name, seed, row) in done:
                     continue
-                point = {"tokens": 0.0, "seconds": 0.0, "scores": fixed.get(row)}
-                points = [point] if row in fixed else curve(lab, makers[row]())
-                record = {"set": name, "seed": seed, "row": row, "rates": rates[name], "points": points}
+                if make is None:
+                    models = {d: lab.base if row == "base" else lab.root / d for d in lab.domains}
+                    scores = {domain: lab.scores(model)[domain] for domain, model in models.items()}
+                    points = [{"tokens": 0.0, "seconds": 0.0, "scores": scores}]
+                else:
+                    points = curve(lab, make())
+                record = {"set": name, "seed": seed, "row": row, "rates": rates, "points": points}
                 with records.open("a") as lines:
                     lines.write(json.dumps(record) + "\n")
                 last = points[-1]
