@@ -94,10 +94,10 @@ class Lab:
             self.train("reverse", train=train | {"steps": 8 if self.quick else 500}, **supervised, **known)
             return base
         for domain in self.domains:
-            tasks = {domain: self.tasks[domain]}
-            train = {"steps": 4 if self.quick else 100, "prompts": 32, "lr": 2e-4}
-            stop = {"rows": 128, "every": 5, "stop_at": 0.95}
-            self.train(domain, tasks=tasks, train=train, eval=stop, **self.rewarded(base, samples=8))
+            changes = {"model": {"path": str(base)}, "tasks": {domain: self.tasks[domain]}}
+            changes["eval"] = {"rows": 128, "every": 5, "stop_at": 0.95}
+            steps = {"steps": 40 if self.quick else 150, "prompts": 64, "lr": 5e-4}
+            self.train(domain, train=steps, **supervised, **changes)
         return base
 
     def _joining(self, base: Path) -> Path:
@@ -114,9 +114,9 @@ class Lab:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         return folder
 
-    def rewarded(self, start: Path, samples: int = 4) -> Record:
+    def rewarded(self, start: Path) -> Record:
         algorithm = {"advantage": "grpo", "loss": "ppo_clip", "entropy": 0.01}
-        return {"model": {"path": str(start)}, "algorithm": algorithm, "rollout": {"samples": samples}}
+        return {"model": {"path": str(start)}, "algorithm": algorithm, "rollout": {"samples": 4}}
 
     def train(self, name: str, **sections: Any) -> Path:
         """Train a run, unless it is there, and return its folder."""
