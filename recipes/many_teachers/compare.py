@@ -49,7 +49,7 @@ Record = dict[str, Any]
 
 
 class TimeIsOver(Exception):
-    """`--minutes` are over; the next run continues."""
+    """`--minutes` are over, or a signal has come; the next run continues."""
 
 
 class Lab:
@@ -132,7 +132,9 @@ class Lab:
         recipe["train"] = {"betas": [0.9, 0.95]} | sections["train"]
         recipe["runtime"] = {"threads": 1}
         clock = [time.process_time()]
-        pr.train(recipe, quiet=True, on_step=lambda row: clock.append(time.process_time()))
+        done = pr.train(recipe, quiet=True, on_step=lambda row: clock.append(time.process_time()))
+        if done.interrupted:
+            raise TimeIsOver
         spent = [after - before for before, after in pairwise(clock[1:])]  # the first row is an evaluation
         (folder / "processor.json").write_text(json.dumps(spent))
         return folder
@@ -316,7 +318,7 @@ def main() -> None:
         try:
             run(seeds, folder, records, args.quick, until)
         except TimeIsOver:
-            raise SystemExit("the minutes are over: run it again to continue") from None
+            raise SystemExit("stopped: run it again to continue") from None
     text = report(read(records))
     if args.quick:
         print(text)
