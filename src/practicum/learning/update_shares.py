@@ -130,17 +130,16 @@ class PartGradients:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         moments = moments and all(_has_moment(optimizer, p) for p in self._parameters)
         count = len(self._parts)
-        total, buffer = torch.zeros((), dtype=torch.float64), torch.empty(0)
+        size = count + 3 if moments else count + 1
+        total, buffer = torch.zeros(size, size, dtype=torch.float64), torch.empty(0)
         for p, before, *grads in zip(self._parameters, self._before, *self._parts, strict=True):
             state, group = optimizer.state.get(p, {}), groups[p]
             old, new = _flat(before), _flat(_weights(p, optimizer))
             parts = [None if grad is None else _flat(grad) for grad in grads]
             dtype = torch.promote_types(old.dtype, torch.float32) if moments else torch.float64
-            piece = PIECE if old.device.type == "cpu" else len(old)
-            if buffer.dtype != dtype or buffer.shape[1:] < (min(piece, len(old)),):
-                buffer = torch.empty(
-                    count + 1 + 2 * moments, min(piece, len(old)), dtype=dtype, device=old.device
-                )
+            piece = PIECE if old.device.type == "cpu" else max(1, len(old))
+            if buffer.dtype != dtype or buffer.shape[-1] < min(piece, len(old)):
+                buffer = torch.empty(size, min(piece, len(old)), dtype=dtype, device=old.device)
             for start in range(0, len(old), piece):
                 here = slice(start, min(start + piece, len(old)))
                 rows = buffer[:, : here.stop - start]
