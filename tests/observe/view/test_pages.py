@@ -150,9 +150,9 @@ def test_numbers_of_the_page_are_those_of_the_files(page: Any, address: str, run
     visit(page, address, "#/school/teachers")
     table = page.locator("table").first.inner_text()
     assert f"{100 * last['teacher/a/gradient_share']:.0f} %" in table
-    shown = page.inner_text("main")
-    assert "Cosines of gradients" in shown
-    assert f"momentum {100 * last['update/momentum']:.0f} %" in shown
+    pane = page.inner_text("main")
+    assert "Cosines of gradients" in pane
+    assert f"momentum {100 * last['update/momentum']:.0f} %" in pane
     rows = lines(run / "samples.jsonl")
     visit(page, address, "#/school/rollouts")
     assert f"{len(rows)} of {len(rows)} recorded sessions" in page.inner_text(".tools")
