@@ -182,7 +182,9 @@ def test_a_teacher_reads_its_own_prompt_and_is_asked_for_the_student_s_tokens() 
             assert int(back.topk_ids[place, k]) == (token if known else -1)
             if known:
                 assert back.topk_logprobs[place, k] == scored.topk_logprobs[strict[place], k]  # pyright: ignore
-    assert (back.logprobs != 0).sum() == len(strict)
+    chunks = {mine.stop - 1: float(scored.logprobs[other].sum()) for mine, other in found.chunks}
+    expected = {mine: float(scored.logprobs[place]) for mine, place in strict.items()} | chunks
+    assert {i: x for i, x in enumerate(back.logprobs.tolist()) if x} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("thinks", [False, True])

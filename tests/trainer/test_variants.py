@@ -15,7 +15,7 @@ from practicum.dataplane.ragged import Columns, Ragged
 from practicum.dataplane.stages import OwnStage
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
-from practicum.recipe.user_functions import import_function
+from practicum.recipe.user_functions import import_object
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.trainer.run import train_loaded
@@ -190,7 +190,7 @@ def test_a_fifth_of_the_tokens_has_weight(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_mismatched_chunks_share_their_difference_evenly():
-    include = import_function(f"{shipped_recipes()}/many_teachers/mismatched:include", "here")
+    include = import_object(f"{shipped_recipes()}/many_teachers/mismatched:include", "here")
     assert isinstance(include, OwnStage)
     own, teacher = [[-1.0, -2.0, -0.5, -3.0, -0.1], [-1.0]], [[-0.7, 0.0, -1.5, -4.0, 0.0], [-0.2]]
     match = [[1, 0, 0, 0, 0], [1]]  # one chunk of two tokens, one of one, and a token that is never compared
