@@ -68,7 +68,9 @@ OTHER_KEYS = {
     "reward_weights": "reward.functions: [{use: NAME, weight: 0.5}]",
     "train_dataset": _DATA,
     "eval_dataset": _EVAL_DATA,
-    **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps"), "teachers: {NAME: {student: {every: STEPS}}}"),
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_sync_steps"), "teachers: {NAME: {student: {every: STEPS}}}"
+    ),
     "teacher_model": _TEACHER,
     "top_entropy_quantile": "stages with a function of your own, as recipes/sort/top_entropy.yaml has",
     "entropy_coef": "algorithm.entropy",
@@ -130,7 +132,7 @@ OTHER_KEYS = {
     "ckpt.interval": "checkpoint.every",
     "max_off_policy_steps": "rollout.lag: rollouts are exactly that many steps old",
 }
-"""A key's last word, or its last words, and what to write instead; VALUE stands for the value that was found."""
+"""A key's last word or words, and what to write instead; VALUE stands for the value that was found."""
 
 OTHER_VALUES = {
     "algorithm.loss": {
