@@ -54,7 +54,9 @@ class Report:
     warnings: tuple[str, ...]
     """Reasons why the run may not learn."""
     findings: tuple[str, ...]
+    """Files and models that were taken, rows, tokenizer, longest prompt, rewards of a made-up response."""
     sizes: tuple[str, ...]
+    """Parameters, tokens, memory, sessions and stages of a step."""
     not_run: tuple[str, ...]
     """Stages that are skipped, with the reason."""
 

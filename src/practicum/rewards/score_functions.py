@@ -185,6 +185,7 @@ def _check_signature(function: Callable[..., Any], spec: RewardFunction, path: s
     name = spec.use.rpartition(":")[2]
     if {"prompts", "completions"} & signature.parameters.keys():
         columns = {"completions": "[sample.response_text]", "prompts": "[sample.prompt_text]"}
+        columns["answer"] = "[sample.answer]"
         arguments = [
             f"{column}={columns.get(column) or f'[sample.row[{column!r}]]'}"
             for column, parameter in signature.parameters.items()
