@@ -101,7 +101,7 @@ def check(recipe: RecipeLike, *, static: bool = False) -> Report:
 
         with problems_of(loaded):
             checked = preflight(loaded)
-        warnings, findings, sizes = checked.warnings, findings + checked.findings, checked.sizes + sizes
+        warnings, findings, sizes = checked.warnings, [*checked.findings, *findings], checked.sizes + sizes
     not_run = [f"{stage.name}: {why}" for stage, why in plan.skipped]
     return Report(loaded, tuple(warnings), tuple(findings), tuple(sizes), tuple(not_run))
 
