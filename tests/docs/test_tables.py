@@ -140,3 +140,14 @@ def test_pages_name_keys_that_exist(page: Path):
 
 def test_a_removed_key_is_found():
     assert unknown_keys("set `rollout.slots: 4` or `tasks.NAME.file`, `train.lr`") == {"rollout.slots"}
+
+
+def test_files_and_classes_for_users_of_verl_exist():
+    package = ROOT / "src/practicum"
+    for _, names, files, _ in rows_of("coming-from/verl.md", "verl | practicum | file"):
+        assert all((package / file).exists() for file in words(files)), files
+        code = "".join(
+            path.read_text() for file in words(files) for path in [package / file] if path.is_file()
+        )
+        for name in re.findall(r"`@?([A-Z]\w+)", names):
+            assert re.search(rf"^class {name}\b", code, re.MULTILINE), name
