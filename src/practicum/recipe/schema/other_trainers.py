@@ -128,6 +128,7 @@ OTHER_KEYS = {
     "use_task_rewards": "reward.weight: 0 for distillation alone, 1 to add the rewards",
     # prime-rl
     "rollouts_per_example": "rollout.samples",
+    "inference": "rollout.engine: vllm, and rollout.vllm for its settings",
     "max_async_level": "rollout.lag",
     "ckpt.interval": "checkpoint.every",
     "max_off_policy_steps": "rollout.lag: rollouts are exactly that many steps old",
