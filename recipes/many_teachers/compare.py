@@ -230,7 +230,7 @@ def rows_of(lab: Lab, rates: dict[str, float]) -> dict[str, Callable[[], list[Pa
         "no teacher (control)": lambda: [lab.control("control", control)],
     }
     shares = {domain: 1 / len(lab.domains) for domain in lab.domains}
-    for balance in ("shares", "sigma", "update"):
+    for balance in ("shares", "sigma", "update") if lab.domains == SETS["conflict"] else ("shares", "update"):
         targets = {} if balance == "sigma" else {"shares": shares}
         route = {"balance": balance, **targets}
         rows[f"MOPD, balance {balance}"] = lambda b=balance, r=route: [lab.mopd(f"mopd {b}", mopd, **r)]
