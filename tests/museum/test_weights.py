@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -22,7 +23,7 @@ from practicum.errors import CheckError, EngineError
 from practicum.learning.packed_model import PackedModel
 from practicum.models import attention, load_model
 from practicum.models.offloaded_weights import take_weights
-from practicum.models.packed_attention import PackedLayout
+from practicum.models.packed_attention import Ints, PackedLayout, Segments
 from practicum.models.padded_attention import AttentionRule
 from practicum.models.state_layers import StateLayer
 from practicum.recipe.schema.recipe import Train
@@ -181,6 +182,34 @@ def test_a_state_that_passes_from_row_to_row(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(PackedLayout, "mix", as_one_sequence)
     with pytest.raises(EngineError, match=r"Qwen3_5ForCausalLM: packed rows differ from the model's"):
+        PackedModel(model, Train())
+
+
+def test_a_branch_that_sees_only_the_root(monkeypatch: pytest.MonkeyPatch):
+    """verl-project/verl#6689: the mask of a prefix tree knew one prefix and its leaves, so in a deeper tree
+    a leaf did not see the branch that it continues."""
+    model = tiny_family("qwen3")
+    assert PackedModel(model, Train()).gap < 1e-5
+
+    def root_of(segments: Segments) -> list[Ints]:
+        starts, ends = segments.starts, segments.starts + segments.lengths
+        return [np.arange(starts[0], ends[0]) if prefix >= 0 else starts[:0] for prefix in segments.prefixes]
+
+    monkeypatch.setattr(Segments, "before", root_of)
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's own"):
+        PackedModel(model, Train())
+
+
+def test_a_branch_that_sees_its_siblings(monkeypatch: pytest.MonkeyPatch):
+    """allenai/open-instruct#669: rows that were packed together attended to all that was before them."""
+    model = tiny_family("qwen3")
+    assert PackedModel(model, Train()).gap < 1e-5
+
+    def all_before(segments: Segments) -> list[Ints]:
+        return [np.arange(start) for start in segments.starts]
+
+    monkeypatch.setattr(Segments, "before", all_before)
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's own"):
         PackedModel(model, Train())
 
 

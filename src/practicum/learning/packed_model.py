@@ -153,6 +153,7 @@ class PackedModel:
             raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
         picture_N = torch.zeros_like(packed.ids_N, dtype=torch.bool)
         for images, place in zip(packed.images, packed.image_prompts, strict=True):
+            place = place.to(picture_N.device)
             ids = packed.ids_N[place].tolist()
             picture_N[place] = picture_tokens(config, ids, images).to(picture_N.device)
         return picture_N
@@ -196,7 +197,7 @@ class PackedModel:
 
     @torch.no_grad()
     def _self_test(self) -> float:
-        """Compare hidden states of packed rows that share a prompt with the model's own forward."""
+        """Compare hidden states of packed rows that begin alike with the model's own forward."""
         name = type(self.model).__name__
         if not uses_attention(self.model):
             raise EngineError(
@@ -228,7 +229,9 @@ class PackedModel:
 
     def _probe_gap(self) -> float:
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
-        prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
+        # Three rows share a prompt, and two of these the first tokens of their responses.
+        prompts = [ids[:5], ids[:5], ids[3:5], ids[:5]]
+        responses = [ids[5:9], ids[8:16], ids[9:12], torch.cat([ids[5:7], ids[1:4]])]
         theirs, experts = [], []
         for prompt, response in zip(prompts, responses, strict=True):
             hidden_N, experts_N = self._own_forward(torch.cat([prompt, response[:-1]]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.compat.transformers import uses_attention
@@ -210,13 +210,19 @@ def decode(
     return runner.routed(inputs, DecodeLayout(memory, length_B))
 
 
-def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
-    """Sample all rows with the same settings, with at most LOGITS_AT_ONCE logits in memory."""
+def sample_hidden(
+    runner: ModelRunner, hidden_S: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor
+) -> Sampled:
+    """Sample from rows `row_B`, which ascend, never holding more than LOGITS_AT_ONCE logits."""
     rows, fine_rows = (max(ROWS, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
+    ends = [0, *torch.bincount(row_B, minlength=len(hidden_S)).cumsum(0).tolist()]
     parts: list[Sampled] = []
-    for hidden, uniform in zip(hidden_B.split(rows), uniform_B.split(rows), strict=True):
-        logits = runner.logits(hidden, pack=True)
-        parts += map(sample, logits.split(fine_rows), repeat(draw), uniform.split(fine_rows))
+    first = 0
+    for hidden in hidden_S.split(rows):
+        for logits_SV in runner.logits(hidden, pack=True).split(fine_rows):
+            drawn = slice(ends[first], ends[first + len(logits_SV)])
+            parts.append(sample(logits_SV, draw, uniform_B[drawn], row_B[drawn] - first))
+            first += len(logits_SV)
     return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -225,36 +231,38 @@ def pack(
     sequences: Sequence[PromptKey],
     device: torch.device,
     starts: Sequence[int] = (),
-    tails: Sequence[Sequence[int]] = (),
-    parents: Sequence[int] = (),
+    tails: Sequence[tuple[int, ...]] = (),
 ) -> StepInputs:
-    """Pack sequences, followed by tails that continue the sequences with numbers `parents`.
+    """Pack sequences one after the other, each with its tail, by default none.
 
-    Packs the tokens from `starts` on, by default all. Images must precede a start above 0.
+    Packs the tokens from `starts` on, by default all. Images must precede a tail and a start above 0.
     """
+    tails = tails or [()] * len(sequences)
     cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
-    parts = [*(s.ids[start:] for s, start in cuts), *tails]
+    parts = [(s.ids + tail)[start:] for (s, start), tail in zip(cuts, tails, strict=True)]
     if vision := is_vision(config):
         whole = [sequence_positions(config, s.ids, s.images) for s in sequences]
         shifts = [int(p[-1].max()) + 1 - len(p) for p in whole]
     else:
         whole, shifts = [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
-    positions = [p[start:] for p, (_, start) in zip(whole, cuts, strict=True)]
-    for parent, tail in zip(parents, tails, strict=True):
-        at = len(sequences[parent]) + shifts[parent]
-        straight = torch.arange(at, at + len(tail))
-        positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
+    positions: list[Tensor] = []
+    for (s, start), before, shift, tail in zip(cuts, whole, shifts, tails, strict=True):
+        straight = torch.arange(len(s), len(s) + len(tail)) + shift
+        straight = straight.unsqueeze(1).expand(-1, AXES) if vision else straight
+        positions.append(torch.cat([before, straight])[start:])
     known = [None if s.experts is None else s.experts[start:] for s, start in cuts]
     inputs = StepInputs(
         torch.tensor([i for part in parts for i in part], device=device),
         torch.cat(positions).to(device),
         shifts,
         [s.images for s, start in cuts if s.images is not None and not start],
-        experts_N=_known_experts([len(s) - start for s, start in cuts], known, device),
+        experts_N=_known_experts(list(map(len, parts)), known, device),
     )
     if inputs.images:
-        pictures = [picture_tokens(config, s.ids, s.images) for s in sequences]
-        pictures += [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
+        pictures = [
+            pad(picture_tokens(config, s.ids, s.images), (0, len(tail)))[start:]
+            for (s, start), tail in zip(cuts, tails, strict=True)
+        ]
         inputs.picture_N = torch.cat(pictures).to(device)
     return inputs
 
