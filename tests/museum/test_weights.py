@@ -206,7 +206,7 @@ def test_a_branch_that_sees_its_siblings(monkeypatch: pytest.MonkeyPatch):
     assert PackedModel(model, Train()).gap < 1e-5
 
     def all_before(segments: Segments) -> list[Ints]:
-        return [np.arange(start) for start in segments.starts]
+        return [np.arange(start) for start in segments.starts.tolist()]
 
     monkeypatch.setattr(Segments, "before", all_before)
     with pytest.raises(EngineError, match=r"packed rows differ from the model's own"):

@@ -51,11 +51,11 @@ class Segments:
 
     def before(self) -> list[Ints]:
         """Return the packed tokens that come before each segment in its sequences."""
+        spans = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        tokens = [np.arange(start, start + length) for start, length in spans]
         found: list[Ints] = []
-        ends = self.starts + self.lengths
         for prefix in self.prefixes.tolist():
-            own = np.arange(self.starts[prefix], ends[prefix]) if prefix >= 0 else self.starts[:0]
-            found.append(np.concatenate([found[prefix], own]) if prefix >= 0 else own)
+            found.append(np.concatenate([found[prefix], tokens[prefix]]) if prefix >= 0 else self.starts[:0])
         return found
 
 
