@@ -196,7 +196,7 @@ def test_a_branch_that_sees_only_the_root(monkeypatch: pytest.MonkeyPatch):
         return [np.arange(starts[0], ends[0]) if prefix >= 0 else starts[:0] for prefix in segments.prefixes]
 
     monkeypatch.setattr(Segments, "before", root_of)
-    with pytest.raises(EngineError, match=r"packed rows differ from the model's own"):
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's forward pass"):
         PackedModel(model, Train())
 
 
@@ -209,7 +209,7 @@ def test_a_branch_that_sees_its_siblings(monkeypatch: pytest.MonkeyPatch):
         return [np.arange(start) for start in segments.starts.tolist()]
 
     monkeypatch.setattr(Segments, "before", all_before)
-    with pytest.raises(EngineError, match=r"packed rows differ from the model's own"):
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's forward pass"):
         PackedModel(model, Train())
 
 
