@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.compat.transformers import checkpoint_layers, uses_attention
+from practicum.cpu.batch_invariance import mlp_width
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, Root
 from practicum.learning.update_batch import RouterLoad
-from practicum.models.attention import laid_out, packed_forward
+from practicum.models.attention import computing_only, laid_out, packed_forward
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.lora import text_layers
@@ -59,6 +60,10 @@ class PackedModel:
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
         self.halved = 0
         """Number of times that the token budget was halved because memory ran out."""
+        *_, last = text_layers(model).values()
+        mlp = getattr(last, "mlp", None)
+        # Routers record the experts of all tokens.
+        self._last_mlp: nn.Module | None = mlp if self.routes is None else None
         self._tokens = 0
         """Input tokens of the current micro-batch."""
         self.autocast = train.autocast == "bfloat16"
@@ -140,7 +145,7 @@ class PackedModel:
 
     def _hidden(self, packed: Packed, load: RouterLoad | None) -> Tensor:
         pictures = self._picture_tokens(packed) if packed.images else None
-        with self._routed(packed, load):
+        with self._routed(packed, load), self._last_layer(packed):
             hidden_N = packed_forward(
                 self.model, packed.ids_N, packed.positions_N, packed.layout, packed.images, pictures
             )
@@ -160,8 +165,13 @@ class PackedModel:
 
     def backward(self, loss: Tensor, packed: Packed) -> None:
         # Layers that are computed again in the backward pass must take the same experts and rows again.
-        with self._routed(packed), laid_out(self.model, packed.layout, len(packed.ids_N)):
+        layout = laid_out(self.model, packed.layout, len(packed.ids_N))
+        with self._routed(packed), self._last_layer(packed), layout:
             loss.backward()
+
+    def _last_layer(self, packed: Packed) -> AbstractContextManager[None]:
+        """Inside, the last layer's MLP computes only the tokens that predict."""
+        return computing_only(self._last_mlp, packed.gather_M, mlp_width(self.model))
 
     @contextmanager
     def _routed(self, packed: Packed, load: RouterLoad | None = None) -> Iterator[None]:

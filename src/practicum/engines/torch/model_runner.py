@@ -109,12 +109,22 @@ class ModelRunner:
             """True if a token's bits do not depend on its batch, see `cpu/batch_invariance.py`."""
         self.forget_packed()
 
-    def hidden(self, inputs: StepInputs, layout: Layout, parts: Sequence[RowPart] = ()) -> Tensor:
-        """Return last hidden states [N, hidden] of packed tokens. `parts` assigns adapters to them."""
+    def hidden(
+        self,
+        inputs: StepInputs,
+        layout: Layout,
+        parts: Sequence[RowPart] = (),
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """Return last hidden states of packed tokens, [M, hidden] of those that are wanted, by default all.
+
+        `parts` assigns adapters to the packed tokens.
+        """
         if parts:
             assert self.adapters is not None
             with self.adapters.use(parts):
-                return self.hidden(inputs, layout)
+                hidden_N = self.hidden(inputs, layout)
+            return hidden_N if wanted_M is None else hidden_N[wanted_M]
         if self.lean is not None:
             # Decoding multiplies few rows by the same weights repeatedly.
             pack = isinstance(layout, DecodeLayout)
@@ -122,19 +132,22 @@ class ModelRunner:
             def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
                 return layout.attend(layer, query, key, value, AttentionRule(scale))
 
-            return self.lean(inputs.ids_N, inputs.positions_N, attend, pack=pack)
-        return packed_forward(
+            return self.lean(inputs.ids_N, inputs.positions_N, attend, pack=pack, wanted_M=wanted_M)
+        hidden_N = packed_forward(
             self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
         )
+        return hidden_N if wanted_M is None else hidden_N[wanted_M]
 
-    def routed(self, inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states, and for MoE models the experts of the tokens [N, L, E]."""
+    def routed(
+        self, inputs: StepInputs, layout: Layout, wanted_M: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `hidden`, and for MoE models the experts of all tokens [N, L, E]."""
         routes, known_N = self.routes, inputs.experts_N
         if routes is None:
-            return self.hidden(inputs, layout), None
+            return self.hidden(inputs, layout, wanted_M=wanted_M), None
         with routes.record() as taken, nullcontext() if known_N is None else routes.replay(known_N):
-            hidden_N = self.hidden(inputs, layout)
-        return hidden_N, taken.tensor()[: len(hidden_N)]
+            hidden = self.hidden(inputs, layout, wanted_M=wanted_M)
+        return hidden, taken.tensor()[: len(inputs.ids_N)]
 
     def logits(self, hidden_N: Tensor, *, pack: bool = False) -> Tensor:
         """Return logits [N, V] of last hidden states. With `pack`, pack the head for later calls."""
@@ -190,12 +203,12 @@ def _compute(
     kv: Callable[[], list[PromptKv]],
 ) -> list[PrefilledPrompt]:
     """Run a forward pass over prompts of these lengths, then call `kv`."""
-    hidden_N, experts_N = runner.routed(inputs, layout)
     last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
+    hidden_GH, experts_N = runner.routed(inputs, layout, last_G)
     experts = [None] * len(lengths)
     if experts_N is not None:
         experts = [part.clone() for part in experts_N.cpu().split(list(lengths))]
-    parts = zip(kv(), hidden_N[last_G].unbind(), inputs.shifts, experts, strict=True)
+    parts = zip(kv(), hidden_GH.unbind(), inputs.shifts, experts, strict=True)
     return [PrefilledPrompt(*part) for part in parts]
 
 

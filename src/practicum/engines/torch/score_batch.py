@@ -81,9 +81,10 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     )
     rows = zip(tree.order, tree.starts, strict=True)
     parts = adapter_parts([(jobs[i].adapter, tokens.lengths[i] - start) for i, start in rows])
-    hidden_N = runner.hidden(inputs, layout, parts)
     paths = [torch.from_numpy(tree.paths[i][len(prefixes[i]) - 1 :]) for i in range(len(jobs))]
-    return [hidden_N[path.to(runner.device)] for path in paths]
+    wanted_M, places = torch.cat(paths).to(runner.device).unique(return_inverse=True)
+    hidden_MH = runner.hidden(inputs, layout, parts, wanted_M)
+    return [hidden_MH[place] for place in places.split(list(map(len, paths)))]
 
 
 def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:
