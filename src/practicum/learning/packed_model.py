@@ -60,10 +60,10 @@ class PackedModel:
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
         self.halved = 0
         """Number of times that the token budget was halved because memory ran out."""
-        *_, last = text_layers(model).values()
-        mlp = getattr(last, "mlp", None)
-        # Routers record the experts of all tokens.
-        self._last_mlp: nn.Module | None = mlp if self.routes is None else None
+        mlp = getattr(next(reversed(text_layers(model).values()), None), "mlp", None)
+        # Routers record the experts of all tokens, and return more than the output in some families.
+        is_plain = isinstance(mlp, nn.Module) and not any("expert" in name for name, _ in mlp.named_modules())
+        self._last_mlp = mlp if is_plain and self.routes is None else None
         self._tokens = 0
         """Input tokens of the current micro-batch."""
         self.autocast = train.autocast == "bfloat16"
@@ -214,11 +214,17 @@ class PackedModel:
                 f"practicum can't train {name}, because its attention can't be replaced (transformers' "
                 "AttentionInterface)"
             )
+        allowed = _TOLERANCE[self.model.dtype]
+        if seam_of(self.model).states:  # these layers compute in float32 whatever the model's dtype is
+            allowed = max(allowed, _TOLERANCE[torch.float32])
         ran: list[nn.Module] = []
         layers = [] if self.parallel is None else [*text_layers(self.model).values()]
         hooks = [layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in layers]
         try:
             gap = self._probe_gap()
+            if not gap <= allowed:  # an MLP that mixes tokens
+                self._last_mlp = None
+                gap = self._probe_gap()
             self._end_pass()
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
             raise EngineError(f"{name} can't run packed rows: {type(error).__name__}: {error}") from error
@@ -227,9 +233,6 @@ class PackedModel:
                 hook.remove()
         if layers and ran != layers * (len(ran) // len(layers)):
             raise EngineError(f"{name} skips layers in some passes, so ranks can't shard them: use one rank")
-        allowed = _TOLERANCE[self.model.dtype]
-        if seam_of(self.model).states:  # these layers compute in float32 whatever the model's dtype is
-            allowed = max(allowed, _TOLERANCE[torch.float32])
         if not gap <= allowed:
             raise EngineError(
                 f"practicum can't train {name}: packed rows differ from the model's forward pass by {gap:.2g}"
