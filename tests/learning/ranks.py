@@ -28,7 +28,7 @@ from practicum.recipe.schema.recipe import Train
 
 from ..models.families import tiny_family
 from .distilled import take_taught, taught, teaching
-from .reference import VOCAB, adapted, random_batch, take, tiny
+from .reference import VOCAB, adapted, random_batch, take, tiny, with_shared_beginnings
 
 WORLD = 2
 UPDATES = 3
@@ -123,7 +123,7 @@ def learn(
 
 
 def batches(updates: int = UPDATES, **options: Any) -> list[UpdateBatch]:
-    return [random_batch(seed, **options) for seed in range(updates)]
+    return [with_shared_beginnings(random_batch(seed, **options)) for seed in range(updates)]
 
 
 @case

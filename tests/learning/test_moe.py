@@ -24,7 +24,7 @@ from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRe
 from practicum.recipe.schema.recipe import Train
 from tests.engines.engines import engine_of, generate, sampling
 
-from .reference import random_batch, reference_update, take, tiny
+from .reference import random_batch, reference_update, take, tiny, with_shared_beginnings
 from .updates import assert_same, learn
 
 TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
@@ -97,7 +97,7 @@ def replaying(batch: UpdateBatch, experts: Ragged) -> UpdateBatch:
 @pytest.mark.parametrize("loss", ["supervised", "ppo_clip", "gspo"])
 def test_an_update_by_own_routing_equals_the_padded_reference(loss):
     algorithm = Algorithm(loss=loss, advantage="none" if loss == "supervised" else "grpo")
-    batch = random_batch(3)
+    batch = with_shared_beginnings(random_batch(3))
     theirs = reference_update(EXACT, batch, TRAIN, algorithm)
     mine, _ = learn(EXACT, batch, TRAIN, algorithm, budget=40)
     # Routers weigh in single precision, and a shared prompt's gradients meet before them.
@@ -106,7 +106,7 @@ def test_an_update_by_own_routing_equals_the_padded_reference(loss):
 
 @pytest.mark.parametrize("budget", [10, 60, 2048])
 def test_replayed_experts_give_the_logprobs_of_the_forward_that_took_them(budget):
-    batch = random_batch(4)
+    batch = with_shared_beginnings(random_batch(4))
     learner = Learner(copy.deepcopy(MODEL), TRAIN, ALGORITHM)
     learner.trunk.token_budget = budget
     own = own_experts(learner.model, batch)
