@@ -402,9 +402,10 @@ class Session:
         messages = [*now.messages, *written.messages(), *added]
         if isinstance(content, str) and self.start.messages is None:
             return now, tokenise(self.tokenizer, content), messages
-        text = self._format.extend(now.messages, written, added)
-        if text is not None:
-            return now, tokenise(self.tokenizer, text), messages
+        for turn in (written, replace(written, split=True)):
+            messages = [*now.messages, *turn.messages(), *added]
+            if (text := self._format.extend(now.messages, turn, added)) is not None:
+                return now, tokenise(self.tokenizer, text), messages
         fresh = self._of_messages(messages)
         fresh.breaks = len(written.messages())  # 0 if the model wrote nothing and only the prompt got longer
         return fresh, [], None
@@ -441,7 +442,8 @@ class Session:
         ids = self.trajectory.ids()[self.trajectory.turn_start :]
         ended = bool(ids) and ids[-1] in self.sampling.stop
         content, end = (ids[:-1], ids[-1:]) if ended else (ids, [])
-        return WrittenTurn(*(read(self.tokenizer, part, specials=True) for part in (content, end)))
+        texts = (read(self.tokenizer, part, specials=True) for part in (content, end))
+        return WrittenTurn(*texts, thought=self._format.thought)
 
     def _cut(self, generation: Generation, stop_texts: Collection[str], before: int) -> Generation:
         """Cut the generation after the token that completes a stop text. This does not change earlier
