@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """An agent written with openai-agents. Only the address of the model is the trainer's."""
 
-from agents import Agent, MaxTurnsExceeded, OpenAIProvider, RunConfig, Runner, StopAtTools, function_tool
 from openai import BadRequestError
+
+from agents import Agent, MaxTurnsExceeded, OpenAIProvider, RunConfig, Runner, StopAtTools, function_tool
 
 
 @function_tool

@@ -36,8 +36,8 @@ TEMPLATES = {
         "{{ m.content | trim }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
-    "leaves_out_results": _CHATML.replace(
-        "{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"
+    "leaves_out_results": _CHATML.replace("CONTENT", "m.content").replace(
+        "for m in messages", "for m in messages if m.role != 'tool'"
     ),
     "refuses_tools": (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool role') }}{% endif %}"

@@ -45,8 +45,10 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """The open turn: the model's text, the text of its stop token if it had one, and a thought's opening tag if
-    the chat template writes it before the turn."""
+    """The open turn: the model's text, and the text of its stop token if it had one.
+
+    `thought` is the opening tag of a thought, if the chat template writes it before the turn.
+    """
 
     content: str = ""
     end: str = ""
@@ -125,8 +127,8 @@ class Chat:
                 [*messages, *written.messages(), *new[:i], *new[i + 1 :]]
             ):
                 raise EngineError(
-                    f"the chat template leaves out a {message['role']} message: it shows results only of calls in "
-                    "its own format. Use another template, or send results as user messages"
+                    f"the chat template leaves out a {message['role']} message: it may show results only of "
+                    "calls in its own format. Use another template, or send results as user messages"
                 )
         return added
 

@@ -54,8 +54,9 @@ CASES: dict[str, tuple[str, list[Message]]] = {
     "tool after thoughts": (THOUGHT, [RESULT]),
     "user after thoughts": (THOUGHT, [USER]),
 }
-_OTHERS = """<think> </think> <eos> <pad> <unk> <|endoftext|> <|end_of_text|> <|eom_id|> <|python_tag|> <|image> <image|>
-<|audio> <audio|> <|image|> <|audio|> <|video|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|>"""
+_OTHERS = """<think> </think> <eos> <pad> <unk> <|endoftext|> <|end_of_text|> <|eom_id|> <|python_tag|>
+<|image> <image|> <|audio> <audio|> <|image|> <|audio|> <|video|>
+<|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|>"""
 """Special tokens that renderers ask for and templates need not name."""
 _SPECIAL = re.compile(r"<[|｜]?/?[\w▁:.-]+[|｜]?>|\[gMASK\]")
 
