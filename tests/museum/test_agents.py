@@ -191,7 +191,7 @@ def test_turns_that_are_written_again_from_their_parsed_calls(monkeypatch: pytes
         name = self._name(b"", repr(messages), peek)
         session = self.session.branch(int.from_bytes(name))
         session.new_trajectory(messages)
-        return _Place(None, session, None, name, context)
+        return _Place(None, session, session.plan(None), name, context)
 
     monkeypatch.setattr(AgentSession, "_continue", rendered)
     with pytest.raises(AssertionError, match="the model saw something else"):
