@@ -1,7 +1,14 @@
-"""Sums of two numbers, and single turns of two agents that use a calculator for them."""
+"""Sums of two numbers, and single turns of two agents that use a calculator for them.
+
+`python sums.py FOLDER` writes a tokenizer with the characters of their tools' names.
+"""
 
 from __future__ import annotations
 
+import string
+import sys
+
+from practicum.models.tokenizer import make_tokenizer
 from practicum.tasks.draws import Draws
 from practicum.tasks.procedural import Example, Option, Procedural, Settings
 
@@ -33,3 +40,6 @@ def _make_turn(draws: Draws, settings: Settings) -> Example:
 
 SUMS = Procedural("sums", "Add two numbers of two digits.", {}, _make_sum)
 TURNS = Procedural("turns", "One turn of an agent that adds.", {"direct": DIRECT}, _make_turn)
+
+if __name__ == "__main__":
+    make_tokenizer(string.printable).save_pretrained(sys.argv[1])
