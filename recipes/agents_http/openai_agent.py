@@ -3,7 +3,16 @@
 
 from openai import BadRequestError
 
-from agents import Agent, MaxTurnsExceeded, OpenAIProvider, RunConfig, Runner, StopAtTools, function_tool
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    OpenAIProvider,
+    RunConfig,
+    Runner,
+    StopAtTools,
+    function_tool,
+)
 
 
 @function_tool
@@ -31,6 +40,6 @@ async def solve(task) -> float:
     config = RunConfig(model=task.model, model_provider=provider)
     try:
         result = await Runner.run(AGENT, task.prompt, max_turns=3, run_config=config)
-    except (MaxTurnsExceeded, BadRequestError):  # no answer in three turns, or in the model's context
+    except (MaxTurnsExceeded, ModelBehaviorError, BadRequestError):  # no answer in three turns, or a cut one
         return 0.0
     return float(str(result.final_output) == task.answer)

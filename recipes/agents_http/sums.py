@@ -18,7 +18,7 @@ LAYOUTS = (("{}", "|{}|"), ("You calculate.|New task:\n{}|", "|Observation:\n{}|
 
 
 def _terms(draws: Draws) -> tuple[int, int]:
-    return draws.between(10, 99), draws.between(10, 99)
+    return draws.between(1, 9), draws.between(1, 9)
 
 
 def _make_sum(draws: Draws, settings: Settings) -> Example:
@@ -34,11 +34,11 @@ def _make_turn(draws: Draws, settings: Settings) -> Example:
     if draws.below(2):
         return Example(f"{before}{call}<eos>{result.format(a + b)}", f"[final_answer: {a + b}]")
     if draws.below(100) < settings.whole("direct"):
-        return Example(before, f"[final_answer: {draws.between(20, 198)}]")
+        return Example(before, f"[final_answer: {draws.between(2, 18)}]")
     return Example(before, call)
 
 
-SUMS = Procedural("sums", "Add two numbers of two digits.", {}, _make_sum)
+SUMS = Procedural("sums", "Add two numbers of one digit.", {}, _make_sum)
 TURNS = Procedural("turns", "One turn of an agent that adds.", {"direct": DIRECT}, _make_turn)
 
 if __name__ == "__main__":
