@@ -19,8 +19,13 @@ from practicum.sessions.endpoint.endpoint import running_endpoint
 from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, tool_result
+from practicum.trainer.run import train_loaded
 from tests.sessions.endpoint.driven import CALL, Running, chat_session, rows, user, with_agent
 from tests.sessions.endpoint.test_turns import script
+from tests.trainer.recipes import tiny
+from tests.trainer.test_agents import REWARD, numbers
+from tests.trainer.test_run import weights_of
+from tests.trainer.test_sessions import samples_of
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("PRACTICUM_CLIENTS_PYTHON", ROOT / ".venv-clients/bin/python"))
@@ -234,3 +239,42 @@ def test_the_programs_of_the_docs_run(
     assert len(result.trajectories) == rows_left
     assert sum(t.turns for t in result.trajectories) == len(turns)
     assert result.reward == reward
+
+
+ASKS = """
+from agents import Agent, OpenAIProvider, RunConfig, Runner
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+async def asks(task):
+    kind = sum(task.prompt.encode()) % 3
+    if kind == 0:
+        client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+        await client.chat.completions.create(model=task.model, messages=task.messages)
+    elif kind == 1:
+        client = AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key)
+        await client.messages.create(model=task.model, messages=task.messages, max_tokens=100)
+    else:
+        provider = OpenAIProvider(base_url=task.base_url, api_key=task.api_key)
+        config = RunConfig(model=task.model, model_provider=provider)
+        await Runner.run(Agent(name="a"), task.prompt, run_config=config)
+"""
+
+
+@needs_clients
+@pytest.mark.long
+def test_an_update_from_real_clients_is_that_of_the_built_in_loop(tmp_path: Path):
+    (tmp_path / "asking.py").write_text(ASKS)
+    function = {"function": f"{tmp_path}/asking:asks", "python": str(PYTHON)}
+    for name, loop in (("built_in", "single_turn"), ("agent", function)):
+        (tmp_path / name).mkdir()
+        sections = {"agent": {"loop": loop}, "reward": REWARD}
+        train_loaded(tiny(tmp_path / name, **sections), tmp_path / name / "run")
+    runs = [tmp_path / name / "run" for name in ("built_in", "agent")]
+    assert numbers(runs[0]) == numbers(runs[1])
+    ours, theirs = (weights_of(run) for run in runs)
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    clients = {
+        request.split()[0] for sample in samples_of(tmp_path / "agent") for request in sample["requests"]
+    }
+    assert clients == {"chat/completions", "messages", "responses"}
