@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.sessions.endpoint.test_clients import PYTHON as CLIENTS
 
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.run import train_recipes
+from tests.sessions.endpoint.test_bridges import PYTHON as VERIFIERS
+from tests.sessions.endpoint.test_clients import PYTHON as CLIENTS
 
-VERIFIERS = CLIENTS.parents[2] / ".venv-verifiers/bin/python"
 RECIPES = {
     "agents_http/openai_agents": ("agents_http/start", CLIENTS),
     "agents_http/smolagents": ("agents_http/start", CLIENTS),
@@ -24,7 +25,13 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bands")
+    """A folder that all of them run in, with the files that their programs write."""
+    folder, recipes = tmp_path_factory.mktemp("bands"), shipped_recipes()
+    programs = [[sys.executable, "agents_http/sums.py", "runs/agents_http/tokenizer"]]
+    programs += [[str(VERIFIERS), "verifiers/digits.py", "runs/verifiers"]] * VERIFIERS.exists()
+    for python, program, written in programs:
+        subprocess.run([python, str(recipes / program), written], check=True, timeout=120, cwd=folder)
+    return folder
 
 
 @pytest.mark.long
@@ -36,9 +43,6 @@ def test_an_agent_of_a_framework_rises_above_its_start(
     if not python.exists():
         pytest.skip("`make test-clients` makes the environments of agents")
     monkeypatch.chdir(folder)
-    if python is VERIFIERS:
-        program = str(shipped_recipes() / "verifiers/digits.py")
-        subprocess.run([str(python), program, "runs/verifiers"], check=True, timeout=120)
     recipe = load_recipe(shipped_recipes() / f"{name}.yaml").recipe
     assert recipe.model.path is not None
     if not Path(recipe.model.path).exists():
