@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.sessions.endpoint.test_bridges import PYTHON as VERIFIERS
+from tests.sessions.endpoint.test_clients import PYTHON as CLIENTS
 
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.run import train_recipes
-from tests.sessions.endpoint.test_bridges import PYTHON as VERIFIERS
-from tests.sessions.endpoint.test_clients import PYTHON as CLIENTS
 
 RECIPES = {
     "agents_http/openai_agents": ("agents_http/start", CLIENTS),
