@@ -121,9 +121,8 @@ def _delta(down: Tensor, up: Tensor, like: Tensor, *, turned: bool) -> Tensor:
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
 def test_an_update_is_the_plain_one_under_any_split_and_padding(family: str):
     model, batch = adapted(family), random_batch(0)
-    if (
-        family != "qwen3_moe"
-    ):  # whose routers round in single precision, where gradients of shared tokens meet
+    # Routers round in single precision where the gradients of shared tokens meet.
+    if family != "qwen3_moe":
         batch = with_shared_beginnings(batch)
     algorithm = Algorithm(loss="ppo_clip", entropy=0.1, kl=Kl(place="loss", coefficient=0.1))
     whole, _ = learn(model, batch, TRAIN, algorithm)

@@ -28,7 +28,7 @@ TASKS: dict[str, Any] = {
 }
 
 
-def save_teacher(folder: Path, *, seed: int, scale: float = 5.0, **make: int) -> str:
+def save_teacher(folder: Path, *, seed: int, scale: float = 5.0, **make: Any) -> str:
     """A model in HuggingFace format with its tokenizer; weights are large enough for it to have opinions."""
     tokenizer = make_tokenizer()
     model = make_model(MakeModel.model_validate(MAKE | make), tokenizer, seed)
