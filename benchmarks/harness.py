@@ -33,16 +33,12 @@ Measured = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name, the function that competes (`module:function`), its options and its threads.
-
-    `source` is the folder of another practicum, to be imported in place of the installed one.
-    """
+    """A name, the function that competes (`module:function`), its options and its threads."""
 
     name: str
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
-    source: str = ""
 
 
 class Stopwatch:
@@ -110,10 +106,7 @@ class Child:
                 stderr=log,
                 text=True,
                 cwd=HERE.parent,
-                env=os.environ
-                | quiet
-                | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-                | ({"PYTHONPATH": contender.source} if contender.source else {}),
+                env=os.environ | quiet | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             )
         self._receive()
 
