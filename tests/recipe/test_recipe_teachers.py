@@ -150,7 +150,7 @@ REWARDS = [
     (LOSS + "algorithm: {loss: cispo}", "algorithm.loss"),
     (LOSS + "algorithm: {clip_low: 0.1}", "algorithm.clip_low"),
     (LOSS + "algorithm: {old_logprobs: recompute}", "algorithm.old_logprobs"),
-    (LOSS + "algorithm: {mismatch: {weights: token}}", "algorithm.mismatch"),
+    (LOSS + "algorithm: {mismatch: token}", "algorithm.mismatch"),
     (LOSS + "algorithm: {kl: {place: reward}}", "algorithm.kl.place"),
     (LOSS + "critic: {}", "critic"),
     (LOSS + "refills: 4", "refills"),
