@@ -1,4 +1,4 @@
-"""Every key of a recipe is set in a shipped recipe or shown in the docs, beside the generated list of keys."""
+"""Every key of a recipe is set in a shipped recipe or shown in the docs, not only in the list of keys."""
 
 from __future__ import annotations
 
