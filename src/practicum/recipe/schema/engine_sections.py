@@ -19,6 +19,8 @@ class EngineTraits:
     """Properties of an engine that recipe checks read before the engine starts."""
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    runs_transformers: bool = False
+    """It runs the models that transformers loads, with any of their layers that practicum knows."""
     vision: bool = False
     """It takes images."""
     reports_experts: bool = False
@@ -40,6 +42,7 @@ class EngineTraits:
 ENGINES = {
     "torch": EngineTraits(
         dtypes=("float32", "bfloat16", "float64"),
+        runs_transformers=True,
         vision=True,
         reports_experts=True,
         hidden_states=True,
