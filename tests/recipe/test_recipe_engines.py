@@ -43,13 +43,13 @@ def load(folder: Path, text: str) -> None:
         ),
         ("rollout: {engine: vllm, vllm: {data_parallel_size: 2}}", "rollout.vllm.data_parallel_size"),
         (
-            "rollout: {engine: vllm, vllm: {tensor_parallel_size: 4}}\nmodel: {random_init: {heads: 6}}",
+            "rollout: {engine: vllm, vllm: {tensor_parallel_size: 4}}\nmodel: {random_init: {heads: 6, hidden: 96}}",
             "rollout.vllm.tensor_parallel_size",
         ),
         (
             "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel_size: 2}}}\n"
             + DISTILL
-            + "model: {random_init: {heads: 6}}",
+            + "model: {random_init: {heads: 6, hidden: 96}}",
             "teachers.t.vllm.tensor_parallel_size",
         ),
     ],
