@@ -168,7 +168,7 @@ def test_every_declaration_lets_its_key_be_read_and_tells_when_it_is_not(tmp_pat
     # No MCP server is the calculator, which has no time limit.
     declared = set(declared_keys(Recipe)) - {(name, key) for name in ("Model", "Rollout") for key in SHARED}
     declared.discard(("McpSection", "timeout_s"))
-    assert len(declared) > 80
+    assert len(declared) > 70
     assert declared - unread == set(), "never unread"
     assert declared - read == set(), "never read"
 
