@@ -91,7 +91,7 @@ def fragile(
 ) -> dict[str, Any]:
     """The recipe on Ray; deadlines are short, but not for a machine that is busy."""
     found = on_ray(sections, ranks=ranks, store=store)
-    found["pools"]["rollout"] = {"devices": 1}
+    found["rollout"] = dict(sections["rollout"])
     found["runtime"] |= {"stage_s": 60, "max_deaths": deaths}
     return found
 
