@@ -12,6 +12,7 @@ from practicum.errors import RecipeErrors
 from practicum.recipe.load_recipe import load_recipe
 
 VLLM = "rollout: {engine: vllm}\n"
+VLLM_OVER_4 = "rollout: {engine: vllm, vllm: {tensor_parallel_size: 4}}\n"
 TEACHER = "teachers: {t: {model: a, engine: vllm%s}}\n"
 DISTILL = "distill: {}\n"
 
@@ -43,7 +44,7 @@ def load(folder: Path, text: str) -> None:
         ),
         ("rollout: {engine: vllm, vllm: {data_parallel_size: 2}}", "rollout.vllm.data_parallel_size"),
         (
-            "rollout: {engine: vllm, vllm: {tensor_parallel_size: 4}}\nmodel: {random_init: {heads: 6, hidden: 96}}",
+            VLLM_OVER_4 + "model: {random_init: {heads: 6, hidden: 96}}",
             "rollout.vllm.tensor_parallel_size",
         ),
         (
@@ -68,7 +69,7 @@ def test_what_an_engine_can_not_do_is_refused(tmp_path: Path, text: str, path: s
         VLLM + "model: {random_init: {family: qwen3_moe}}",
         TEACHER % ", placement: {own: {replicas: 2}}" + DISTILL,
         "teachers: {t: {student: {every: 3}, engine: vllm}}\n" + DISTILL,
-        "rollout: {engine: vllm, vllm: {tensor_parallel_size: 4}}\nmodel: {random_init: {heads: 8}}",
+        VLLM_OVER_4 + "model: {random_init: {heads: 8}}",
     ],
 )
 def test_what_an_engine_can_do_is_allowed(tmp_path: Path, text: str) -> None:
