@@ -94,6 +94,7 @@ class SharedStoreConformance:
             7,
             8,
             9,
+            0.25,
             10,
             {"chat": 1},
             ("a", "b"),
