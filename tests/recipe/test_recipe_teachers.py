@@ -90,7 +90,7 @@ TEACHERS = [
 
 ROUTES = [
     ("route: {by: task}", "route.by"),
-    ("route: {measure_every: 1}", "route.measure_every"),
+    ("route: {measure_every: 2}", "route.measure_every"),
     (ONE + "route: {by: task}", "route.by"),
     (ONE + "route: {map: {sort: t}}", "route.map"),
     (ONE + "route: {shares: {t: 1.0}}", "route.shares"),

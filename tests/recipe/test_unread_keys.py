@@ -181,7 +181,7 @@ def test_every_declaration_lets_its_key_be_read_and_tells_when_it_is_not(tmp_pat
             {"agent": {"loop": "tool_use", "tools": [{"use": "calculator", "timeout_s": 1.0}]}},
             "agent.tools[0].timeout_s",
         ),
-        (RUNS["one teacher"] | {"route": {"measure_every": 1}}, "route.measure_every"),
+        (RUNS["one teacher"] | {"route": {"measure_every": 2}}, "route.measure_every"),
         ({"algorithm": {"loss": "reinforce", "old_logprobs": "recompute"}}, "algorithm.old_logprobs"),
     ],
 )
