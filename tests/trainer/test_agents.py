@@ -43,7 +43,8 @@ def fails_at_times(task: AgentTask) -> float:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The run's metrics without those of time and of requests."""
     kept = [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "agent/"))} for row in metrics_of(folder)
+        {k: v for k, v in row.items() if not k.startswith(("time/", "agent/", "shared/"))}
+        for row in metrics_of(folder)
     ]
     return [{k: v for k, v in row.items() if "second" not in k} for row in kept]
 

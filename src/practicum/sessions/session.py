@@ -68,6 +68,8 @@ class Trajectory:
     pieces: list[TokenSpan] = field(default_factory=list)
     version_min: int | None = None
     version_max: int = 0
+    shared: int = 0
+    """Sampled tokens that the engine computed for another session."""
     finish: str = ""
     turns: int = 0
     tool_calls: int = 0
@@ -94,6 +96,7 @@ class Trajectory:
         self.pieces.append(TokenSpan(*numbers, version=first, topk_ids=generation.topk_ids))
         self.version_min = first if self.version_min is None else min(self.version_min, first)
         self.version_max = max(self.version_max, generation.version_max)
+        self.shared += generation.shared
         self.finish = generation.finish
         self.turns += 1
 
