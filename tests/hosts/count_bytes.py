@@ -31,12 +31,12 @@ SIZES = {
 
 
 def recipe(address: str, prompts: int, tokens: int) -> dict[str, Any]:
-    model = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 512}
+    model = {"hidden": 32, "layers": 2, "heads": 2, "context": 512}
     return {
         "name": "bytes",
         "model": {"random_init": model},
         "tasks": {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}},
-        "rollout": {"samples": 8, "max_new_tokens": tokens, "replicas": 2},
+        "rollout": {"samples": 8, "max_new_tokens": tokens},
         "train": {"steps": STEPS, "prompts": prompts, "lr": 1e-4},
         "track": {"record": "none"},
         "runtime": {"kind": "ray", "address": address, "threads": 1},
