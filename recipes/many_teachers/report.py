@@ -118,9 +118,7 @@ def verdict(one: Mapping[int, float], other: Mapping[int, float], least: float) 
     apart = [one[seed] - other[seed] for seed in one if seed in other]
     if not apart:
         return "–"
-    holds, fails = (
-        sum(more) == len(apart) for more in ([x > least for x in apart], [x < least for x in apart])
-    )
+    holds, fails = all(x > least for x in apart), all(x < least for x in apart)
     word = "holds" if holds else "does not hold" if fails else "undecided"
     return f"{word}: {spread(apart, sign='+')}"
 
