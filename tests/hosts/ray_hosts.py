@@ -6,6 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.cluster import ENV
@@ -25,19 +26,27 @@ HOST_ENV = {
 
 
 class RayHosts(Network):
-    """Hosts with Ray nodes. The first one is the head; `cpus` has each host's logical CPUs."""
+    """Hosts with Ray nodes. The first one is the head; `cpus` has each host's logical CPUs. `others` are
+    hosts without Ray."""
 
-    def __init__(self, cpus: Mapping[str, int], shared: Sequence[Path] = ()) -> None:
-        super().__init__(list(cpus), shared)
+    def __init__(
+        self, cpus: Mapping[str, int], shared: Sequence[Path] = (), others: Sequence[str] = ()
+    ) -> None:
+        super().__init__([*cpus, *others], shared)
         try:
             self.cpus = dict(cpus)
             self.head = self[next(iter(cpus))]
             self.address = f"{self.head.address}:6379"
-            for name in cpus:
-                self.start_ray(self[name])
+            self.start_ray(self.head)
+            self.start_rays([self[name] for name in list(cpus)[1:]])
         except BaseException:
             self.__exit__()
             raise
+
+    def start_rays(self, hosts: Sequence[Host]) -> None:
+        """Start Ray on hosts that join the head, all at the same time."""
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            list(pool.map(self.start_ray, hosts))
 
     def start_ray(self, host: Host) -> None:
         """Start Ray's processes on a host, and wait until they run."""
