@@ -1,9 +1,9 @@
 """Measure the controller alone: `python -m tests.hosts.control_plane RESULTS.json [ROWS …]`.
 
-The step, the prompts, the dispatch to 1,000 replicas, and the controller's side of the store are the product's.
-Workers and the store's index are simulated in this process: they answer immediately, with the tags of
-finished rows, and their time is counted apart. What crosses between processes is pickled as Ray would. Each
-size runs in its own process. `streamed` scores every session on its own, as slow rewards and teachers do.
+The step, the prompts, the dispatch to 1,000 replicas and the store's client are the product's. Workers and
+the store's index are simulated in this process: they answer immediately, with the tags of finished rows, and
+their time is counted apart. What crosses between processes is pickled as Ray would. Each size runs in a
+separate process. `streamed` scores every session on its own, as slow rewards and teachers do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +27,7 @@ import cloudpickle
 
 from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
-from practicum.dataplane.batch import BatchRef, plain_keys, plain_tags
+from practicum.dataplane.batch import BatchRef, compact, plain_keys, plain_tags
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.dataplane.ray_store.store_index import Put, RowLocations, decode_answer
@@ -46,7 +46,7 @@ from practicum.trainer.step import StepRunner
 REPLICAS, REWARD_WORKERS, RANKS, SAMPLES = 1000, 64, 64, 8
 ROWS = (10_000, 30_000, 100_000, 300_000, 1_000_000)
 STEPS = 3
-spent: Counter[str] = Counter()
+spent: defaultdict[str, float] = defaultdict(float)
 """Seconds of simulated parts, and bytes that would leave or enter the controller."""
 
 
@@ -55,13 +55,6 @@ def simulated(part: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     spent[part] += time.perf_counter() - began
-
-
-def crossing(value: Any, dumps: Callable[[Any], bytes] = pickle.dumps) -> Any:
-    """Return the value as another process sees it."""
-    data = dumps(value)
-    spent["bytes"] += len(data)
-    return pickle.loads(data)
 
 
 class Store(RayStore):
@@ -75,6 +68,8 @@ class Store(RayStore):
         sent = pickle.dumps(args, protocol=5)
         with simulated("index"):
             result = getattr(self.rows, method)(*pickle.loads(sent))
+            if method == "batch":  # as the index does
+                result = len(result[1]), compact(result[1]), compact(result[0]) if args[1] is None else None
             answer = pickle.dumps([] if method == "clear" else result, protocol=5), []
         spent["bytes"] += len(sent) + len(answer[0])
         return decode_answer(answer)
@@ -126,7 +121,7 @@ class Simulated:
     version, stop, ranks = 0, frozenset[int](), RANKS
 
     def __init__(self, recipe: Recipe, plan: Any) -> None:
-        self.store = Store()
+        self.store, self._sent = Store(), None
 
         async def make(number: int) -> Actor:
             return Actor(self.store)
@@ -146,10 +141,9 @@ class Simulated:
 
     def _stage(self, name: str) -> Callable[[StepInfo], Any]:
         def run(step: StepInfo) -> Any:
-            if name == "sync":
-                return None
-            for _ in range(RANKS if SENT_TO_EACH else 1):
-                spent["bytes"] += len(cloudpickle.dumps((name, step)))
+            if name != "sync" and step is not self._sent:  # as RayRoles does
+                self._sent = step
+                spent["bytes"] += len(cloudpickle.dumps(step))
             return UpdateReport({}, None, 0) if name == "update_student" else None
 
         return run
@@ -158,10 +152,6 @@ class Simulated:
 
     def incidents(self) -> dict[str, float]:
         return {}
-
-
-SENT_TO_EACH = True
-"""Whether the arguments of a learner's stage are pickled once for each rank."""
 
 
 def measure(rows: int, streamed: bool) -> dict[str, Any]:

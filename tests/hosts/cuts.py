@@ -2,8 +2,8 @@
 
 Each case strikes one host at the beginning of a stage, or shortly after. Then the run is past the next step,
 or it has ended by itself with a sentence that has the host's address, and is resumed. Its metrics, samples
-and weights are those of an undisturbed run, bit for bit. RESULTS has a line for each case; those that have
-one are not tried again. FOLDER keeps the runs.
+and weights are those of an undisturbed run, bit for bit. RESULTS has a line for each case; those whose last
+line has no problems are not tried again. FOLDER keeps the runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from tests.campaign.child import Run
+from tests.campaign.processes import end_cleanly
 from tests.campaign.scenarios import make_recipe, make_teachers, save_models
 from tests.campaign.strike import compare, last_words
 from tests.hosts.network import Host
@@ -187,17 +188,27 @@ class Trial:
             return self.hosts[kind]
         return next((host for host in self.hosts.hosts.values() if kind in roles_of(host)), None)
 
-    def disturb(self, cases: list[Case], name: str) -> None:
-        """Strike one run by some cases, and compare its end with the undisturbed run."""
+    def disturb(self, cases: list[Case], name: str, is_over: Callable[[], bool]) -> Iterator[Case]:
+        """Strike one run by some cases, and compare its end with the undisturbed run.
+
+        Yields each case as it ends, and the last one again if the run's end shows more problems.
+        """
         reference, out = self.reference(), self.folder / name / "run"
-        run = self.start(out)
+        run, struck = self.start(out), list[Case]()
         for number, case in enumerate(cases):
+            if is_over():
+                break
             run = self._disturb(run, case, out, 1 + 2 * number)
             case.problems += compare(reference, out, finished=False)
+            struck.append(case)
+            yield case
+        if not struck:
+            run.kill()
+            return
         if run.code is None:
             run.answer()
             self.until(run, lambda: False)
-        last = cases[-1]
+        last, before = struck[-1], len(struck[-1].problems)
         if run.code is None:
             last.problems.append(f"hangs in {run.stage} of step {run.step}")
             run.kill()
@@ -205,6 +216,8 @@ class Trial:
             last.problems.append(f"later: exit code {run.code}: {last_words(run.printed())[-600:]}")
         else:
             last.problems += compare(reference, out, finished=True)
+        if len(last.problems) > before:
+            yield last
 
     def _disturb(self, run: Run, case: Case, out: Path, first_step: int) -> Run:
         """Strike, see what happens, and put everything right again; return the run, which waits."""
@@ -335,11 +348,11 @@ def has_no_ray(host: Host) -> bool:
 
 
 def episodes(rest: list[Case]) -> Iterator[tuple[str, str, list[Case]]]:
-    """Cases that strike the same run, one after the other: four cuts of 5 s, two of others, or one."""
+    """Up to four cases that strike the same run, one after the other."""
     for (scenario, action), group in groupby(rest, lambda case: (case.scenario, case.action)):
-        these, size = list(group), {"cut 5 s": 4, "throttle": 4}.get(action, 2)
-        for first in range(0, len(these), size):
-            yield scenario, action, these[first : first + size]
+        these = list(group)
+        for first in range(0, len(these), 4):
+            yield scenario, action, these[first : first + 4]
 
 
 def main() -> int:
@@ -352,13 +365,16 @@ def main() -> int:
     options = parser.parse_args()
     part, parts = map(int, options.shard.split("/"))
     began = time.monotonic()
-    done = (
-        {Case(**json.loads(line)).name for line in options.results.read_text().splitlines()}
-        if (options.results.exists())
-        else set()
-    )
+    end_cleanly()
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    tried = {case.name: case for case in (Case(**json.loads(line)) for line in lines)}
+    done = {name for name, case in tried.items() if not case.problems}
     rest = [case for case in cases() if case.name not in done and re.search(options.only, case.name)]
     mine = list(episodes(rest))[part::parts]
+
+    def is_over() -> bool:
+        return time.monotonic() - began > 60 * options.minutes
+
     folder, failed = options.folder / f"shard-{part}", 0
     save_models(folder / "models")
     for scenario, group in groupby(mine, lambda episode: episode[0]):
@@ -369,17 +385,15 @@ def main() -> int:
             if not (trial.folder / "models").exists():
                 shutil.copytree(folder / "models", trial.folder / "models")
             for _, action, these in group:
-                if time.monotonic() - began > 60 * options.minutes:
-                    return failed
-                trial.disturb(these, f"{action} {time.time():.0f}".replace(" ", "-"))
-                with options.results.open("a") as file:
-                    for case in these:
+                name = f"{action} {time.time():.0f}".replace(" ", "-")
+                for case in trial.disturb(these, name, is_over):
+                    with options.results.open("a") as file:
                         file.write(json.dumps(asdict(case)) + "\n")
-                        print(
-                            f"{case.name}: {case.end} after {case.seconds:.0f} s", *case.problems, sep="\n  "
-                        )
-                        failed += bool(case.problems)
-                sys.stdout.flush()
+                    ended = f"{case.name}: {case.end} after {case.seconds:.0f} s"
+                    print(ended, *case.problems, sep="\n  ", flush=True)
+                    failed += bool(case.problems)
+                if is_over():
+                    return failed
     return failed
 
 
