@@ -101,11 +101,14 @@ class Host:
         enter = ["nsenter", "-t", str(self.pid), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=."]
         return subprocess.Popen([*enter, *command], env=env, text=True, **options)
 
-    def run(self, command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host to its end; kill it after `timeout` seconds."""
-        process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    def run(
+        self, command: Sequence[str], timeout: float, text: str | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host to its end, with this input; kill it after `timeout` seconds."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = self.start(command, **pipes, **options)
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(text, timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             output = f"no end after {timeout:g} s\n{process.communicate()[0]}"

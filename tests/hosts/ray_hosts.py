@@ -31,11 +31,17 @@ class RayHosts(Network):
     hosts without Ray."""
 
     def __init__(
-        self, cpus: Mapping[str, int], shared: Sequence[Path] = (), others: Sequence[str] = ()
+        self,
+        cpus: Mapping[str, int],
+        shared: Sequence[Path] = (),
+        others: Sequence[str] = (),
+        *,
+        jobs: bool = False,
     ) -> None:
+        """With `jobs`, the head takes jobs at port 8265."""
         super().__init__([*cpus, *others], shared)
         try:
-            self.cpus = dict(cpus)
+            self.cpus, self.jobs = dict(cpus), jobs
             self.head = self[next(iter(cpus))]
             self.address = f"{self.head.address}:6379"
             self.start_ray(self.head)
@@ -49,13 +55,14 @@ class RayHosts(Network):
         with ThreadPoolExecutor(len(hosts)) as pool:
             list(pool.map(self.start_ray, hosts))
 
-    def start_ray(self, host: Host) -> None:
-        """Start Ray's processes on a host, and wait until they run."""
-        head = ["--head", "--port=6379", "--include-dashboard=false"]
+    def start_ray(self, host: Host, **env: str) -> None:
+        """Start Ray's processes on a host, with more environment variables, and wait until they run."""
+        dashboard = ["--dashboard-host=0.0.0.0"] if self.jobs else ["--include-dashboard=false"]
+        head = ["--head", "--port=6379", *dashboard]
         role = head if host is self.head else [f"--address={self.address}"]
         options = [f"--node-ip-address={host.address}", f"--num-cpus={self.cpus[host.name]}"]
         store = ["--object-store-memory=300000000", "--disable-usage-stats"]
-        done = host.run([*RAY, "start", *role, *options, *store], START_S, env=HOST_ENV)
+        done = host.run([*RAY, "start", *role, *options, *store], START_S, env=HOST_ENV | env)
         if done.returncode:
             raise OSError(f"Ray does not start on {host.name}: {done.stdout[-2000:]}")
 

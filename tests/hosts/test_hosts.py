@@ -14,10 +14,11 @@ import yaml
 from practicum.recipe.load_recipe import load_recipe
 from practicum.trainer.run import train_loaded
 from tests.hosts.network import require
-from tests.hosts.ray_hosts import HOST_ENV, RayHosts
+from tests.hosts.ray_hosts import HOST_ENV, RAY, RayHosts
 from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 from tests.trainer.recipes import TINY
 from tests.trainer.test_ray import GRPO, PPO, STEPS, assert_same_run
+from tests.trainer.test_run import metrics_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 RUN_S = 240.0
@@ -40,51 +41,51 @@ def assert_equal(
     folder: Path,
     sections: dict[str, Any],
     *,
+    store: str,
     ranks: int = 1,
     tolerance: float = 0.0,
     there: dict[str, Any] | None = None,
-    **runtime: Any,
 ) -> None:
-    """Train here and on the hosts, there with some sections changed, and compare the runs."""
-    path, spread = folder / "recipe.yaml", folder / "spread.yaml"
+    """Train in this process, on Ray on one host, and on several, and compare the runs.
+
+    `there` has the sections that change with the place.
+    """
+    path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(TINY | sections))
     train_loaded(load_recipe(path), folder / "here")
     pools = {"train": {"devices": ranks}, "rollout": {"devices": 1}}
-    cluster = {"kind": "ray", "address": hosts.address, "threads": 1} | runtime
-    changed = {"runtime": cluster, "pools": pools} | (there or {})
-    spread.write_text(yaml.safe_dump(TINY | sections | changed))
-    before = {name: host.bytes() for name, host in hosts.hosts.items()}
-    hosts.practicum("train", str(spread), "--out", "hosts", timeout=RUN_S, cwd=folder)
+    for name, where in (("one", {"cpus": 8}), ("hosts", {"address": hosts.address})):
+        runtime = {"kind": "ray", "threads": 1, "store": store} | where
+        changed = {"runtime": runtime, "pools": pools} | (there or {})
+        path.write_text(yaml.safe_dump(TINY | sections | changed))
+        before = {name: host.bytes() for name, host in hosts.hosts.items()}
+        hosts.practicum("train", str(path), "--out", name, timeout=RUN_S, cwd=folder)
+        assert_same_run(folder / "here", folder / name, tolerance)
     sent = [host.bytes()[1] - before[name][1] for name, host in hosts.hosts.items() if name != "head"]
     assert sum(count > 50_000 for count in sent) >= 2  # weights and rows have crossed the network
-    assert_same_run(folder / "here", folder / "hosts", tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "store"), [(1, "ray"), (2, "ray"), (2, "transferqueue")])
-def test_rewards(hosts: RayHosts, tmp_path: Path, ranks: int, store: str):
+@pytest.mark.parametrize("store", ["ray", "transferqueue"])
+@pytest.mark.parametrize("kind", ["GRPO", "PPO"])
+def test_two_ranks(hosts: RayHosts, tmp_path: Path, kind: str, store: str):
+    assert_equal(hosts, tmp_path, {"GRPO": GRPO, "PPO": PPO}[kind], ranks=2, store=store, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("store", ["ray", "transferqueue"])
+def test_an_agent_with_a_tool_and_a_lag(hosts: RayHosts, tmp_path: Path, store: str):
+    agent = {"loop": "tests.trainer.loops:calculates", "tools": ["calculator"]}
     assert_equal(
-        hosts, tmp_path, GRPO if ranks == 1 else PPO, ranks=ranks, store=store, tolerance=1e-6 * (ranks > 1)
+        hosts, tmp_path, GRPO | {"agent": agent, "rollout": TINY["rollout"] | {"lag": 1}}, store=store
     )
 
 
-def test_an_agent_with_a_lag(hosts: RayHosts, tmp_path: Path):
-    agent = {"loop": "tests.trainer.loops:uneven"}
-    assert_equal(hosts, tmp_path, GRPO | {"agent": agent, "rollout": TINY["rollout"] | {"lag": 1}})
-
-
-def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(hosts: RayHosts, tmp_path: Path):
+@pytest.mark.parametrize("store", ["ray", "transferqueue"])
+def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(
+    hosts: RayHosts, tmp_path: Path, store: str
+):
     models = {name: save_teacher(tmp_path / name, seed=n) for n, name in enumerate(("shared", "own", "url"))}
     server_host = hosts["worker5"]
-    serve = [
-        sys.executable,
-        "-m",
-        "practicum",
-        "serve",
-        models["url"],
-        "--host",
-        server_host.address,
-        "--no-key",
-    ]
+    command = [sys.executable, "-m", "practicum", "serve", models["url"], "--host", server_host.address]
     here = {name: {"model": model} for name, model in models.items()}
     route = {"by": "task", "map": {"copy": {"shared": 0.5, "own": 0.5}, "compare": "url"}}
     recipe = teachers_recipe(route=route, distill={"signal": "top_k"}, train=STEPS | {"prompts": 8})
@@ -96,11 +97,11 @@ def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(hosts: RayH
             "tokenizer": models["url"],
         },
     }
-    with server_host.start(serve, env=HOST_ENV, stdout=subprocess.PIPE) as server:
+    with server_host.start([*command, "--no-key"], env=HOST_ENV, stdout=subprocess.PIPE) as server:
         try:
             assert any("8000" in line for line in server.stdout)  # it listens, or has ended
             taught = recipe | {"teachers": here}
-            assert_equal(hosts, tmp_path, taught, there={"teachers": there}, tolerance=1e-6)
+            assert_equal(hosts, tmp_path, taught, store=store, there={"teachers": there}, tolerance=1e-6)
         finally:
             server.kill()
 
@@ -121,3 +122,52 @@ def test_a_host_that_does_not_see_the_run_folder_or_a_model_is_named(hosts: RayH
         assert f"{address} does not have the run folder /tmp/alone/run" in text
         assert f"{address} does not have the model /tmp/student" in text
     assert "Traceback" not in text
+
+
+def test_a_host_with_other_versions_is_named(hosts: RayHosts, tmp_path: Path):
+    """A host on which another version of transformers is found first."""
+    found = tmp_path / "packages" / "transformers-0.0.1.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
+    host = hosts["worker2"]
+    host.kill()
+    host.boot()
+    hosts.start_ray(host, PYTHONPATH=f"{found.parent}:{HOST_ENV['PYTHONPATH']}")
+    recipe = tmp_path / "recipe.yaml"
+    runtime = {"kind": "ray", "address": hosts.address, "threads": 1}
+    recipe.write_text(yaml.safe_dump(TINY | {"runtime": runtime}))
+    try:
+        with pytest.raises(OSError, match="failed") as failed:
+            hosts.practicum("train", str(recipe), "--out", "run", timeout=RUN_S, cwd=tmp_path)
+    finally:
+        host.kill()
+        host.boot()
+        hosts.start_ray(host)
+    (line,) = [line for line in str(failed.value).splitlines() if line.startswith("•")]
+    assert host.address in line
+    assert "transformers 0.0.1" in line
+
+
+def test_a_job_from_outside_brings_its_modules(tmp_path: Path):
+    """As examples/cluster.md describes it: recipe and reward function are on no host of the cluster."""
+    require()
+    shared, project = tmp_path / "shared", tmp_path / "project"
+    shared.mkdir()
+    project.mkdir()
+    (project / "scoring.py").write_text("def score(sample):\n    return len(sample.response_text) % 2\n")
+    sections = {"reward": {"functions": [{"use": "scoring:score"}]}, "train": STEPS}
+    (project / "recipe.yaml").write_text(yaml.safe_dump(TINY | sections))
+    cpus = {"head": 0, "worker0": 1, "worker1": 1}
+    with RayHosts(cpus, [shared], ["outside"], jobs=True) as hosts:
+        outside = hosts["outside"]
+        outside.run(["mkdir", "-p", "/tmp/project"], 10)
+        for name in ("scoring.py", "recipe.yaml"):
+            text = (project / name).read_text()
+            outside.run(["tee", f"/tmp/project/{name}"], 10, text)
+        train = [sys.executable, "-m", "practicum", "train", "recipe.yaml", "--out", str(shared / "run")]
+        cluster = ["--set", "runtime.kind=ray", "--set", "runtime.address=auto"]
+        submit = [*RAY, "job", "submit", "--address", f"http://{hosts.head.address}:8265"]
+        folder = ["--runtime-env-json", '{"working_dir": "/tmp/project"}']
+        done = outside.run([*submit, *folder, "--", *train, *cluster], RUN_S, env=HOST_ENV)
+        assert done.returncode == 0, done.stdout[-3000:]
+    assert len(metrics_of(shared / "run")) == 1 + STEPS["steps"]
