@@ -129,16 +129,19 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
         raised.add_note(f"raised in {who}:\n{_COLOUR.sub('', str(error))}")
         return raised
     if isinstance(error, _DEATHS):
-        return WorkerDied(who, _reason(error), called_actor_id(ref))
+        return WorkerDied(who, _reason(error, ref), called_actor_id(ref))
     error.add_note(f"from a call of {who}")
     return error
 
 
-def _reason(error: BaseException) -> str:
-    """Return the line of Ray's message that says why: the last one, without its list of common causes."""
+def _reason(error: BaseException, ref: ObjectRef[Any] | None = None) -> str:
+    """Return the line of Ray's message that says why: the last one, without its list of common causes.
+
+    Append the address of the worker's host, if that is not this one.
+    """
+    host = host_in(error) or (host_of(ref) if ref is not None else "")
+    where = f" Its host is {host}." if host not in ("", ray.util.get_node_ip_address()) else ""
     if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
-        return "it accepts no connections: it hangs, or its machine is unreachable"
+        return f"it accepts no connections: it hangs, or its machine is unreachable.{where}"
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
-    reason = lines[-1].split(" Some common causes")[0]
-    host = host_in(error)
-    return f"{reason} Its host is {host}." if host and host not in reason else reason
+    return lines[-1].split(" Some common causes")[0].strip() + where
