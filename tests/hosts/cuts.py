@@ -285,7 +285,7 @@ class Trial:
             host.throttle(SLOW_MBITS)
             return None
         if case.action == "return":
-            spare = next(h for name, h in self.hosts.hosts.items() if name != SERVER and not roles_of(h))
+            spare = next(self.hosts[name] for name in self.hosts.cpus if not roles_of(self.hosts[name]))
             spare.kill()
             host.kill()
 
@@ -340,6 +340,8 @@ def roles_of(host: Host) -> list[str]:
     if host.init.poll() is not None:
         return []
     commands = host.processes().values()
+    if any("tests.campaign.child" in command for command in commands):
+        return ["controller"]
     return [role for role, title in TITLES.items() if any(c.startswith(title) for c in commands)]
 
 
