@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from tests.campaign.processes import end_cleanly
+from tests.hosts.cuts import roles_of
 from tests.hosts.ray_hosts import HOST_ENV, RayHosts
 
 STEPS = 5
@@ -60,11 +61,12 @@ def measure(
     file.write_text(json.dumps(recipe(hosts.address, prompts, tokens, tasks)))
     command = [sys.executable, "-m", "tests.hosts.driver", str(file), *(["--forward"] if forward else [])]
     driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, stdout=subprocess.PIPE)
-    counts, steps = [], []
+    counts, steps, roles = [], [], {}
     for line in driver.stdout:
         if line.startswith("{") and "time/step" in line:
             counts.append({name: host.bytes() for name, host in hosts.hosts.items()})
             steps.append(json.loads(line))
+            roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
     if driver.wait(60) or len(steps) != STEPS:
         raise OSError(f"the run ended with exit code {driver.returncode} after {len(steps)} steps")
     count = STEPS - 1
@@ -78,6 +80,7 @@ def measure(
         "tokens": median(step["rollout/tokens"] for step in steps[1:]),
         "forward": forward,
         "received_and_sent": sent,
+        "roles": roles,
         "seconds": median(step["time/step"] for step in steps[1:]),
         "controller_peak_mib": steps[-1]["peak_mib"],
     }

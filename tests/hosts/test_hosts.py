@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,26 +149,47 @@ def test_a_host_with_other_versions_is_named(hosts: RayHosts, tmp_path: Path):
     assert "transformers 0.0.1" in line
 
 
-def test_a_job_from_outside_brings_its_modules(tmp_path: Path):
-    """As examples/cluster.md describes it: recipe and reward function are on no host of the cluster."""
+@pytest.fixture(scope="module")
+def large_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
+    """Two hosts with two and three CPUs, a head that takes jobs, and a host outside of the cluster."""
     require()
-    shared, project = tmp_path / "shared", tmp_path / "project"
-    shared.mkdir()
-    project.mkdir()
-    (project / "scoring.py").write_text("def score(sample):\n    return len(sample.response_text) % 2\n")
+    cpus = {"head": 0, "worker0": 2, "worker1": 3}
+    with RayHosts(cpus, [tmp_path_factory.getbasetemp()], ["outside"], jobs=True) as hosts:
+        yield hosts
+
+
+def test_ranks_and_replicas_of_a_node_share_a_host(large_hosts: RayHosts, tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+    runtime = {"kind": "ray", "address": large_hosts.address, "threads": 1}
+    pools = {"train": {"devices": 2}, "rollout": {"devices": 2}}
+    rollout = TINY["rollout"] | {"replicas": 2}
+    recipe.write_text(yaml.safe_dump(TINY | {"runtime": runtime, "pools": pools, "rollout": rollout}))
+    command = [sys.executable, "-m", "tests.hosts.places", str(recipe), "train", "rollout"]
+    done = large_hosts.head.run(command, RUN_S, env=HOST_ENV, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    places = json.loads(done.stdout.splitlines()[-1])
+    assert [role for role, _ in places] == ["rollout"] * 2 + ["train"] * 2
+    (rollouts,), (ranks,) = (
+        {place for role, place in places if role == name} for name in ("rollout", "train")
+    )
+    assert {rollouts, ranks} == {large_hosts["worker0"].address, large_hosts["worker1"].address}
+
+
+def test_a_job_from_outside_brings_its_modules(large_hosts: RayHosts, tmp_path: Path):
+    """As examples/cluster.md describes it: recipe and reward function are on no host of the cluster."""
     sections = {"reward": {"functions": [{"use": "scoring:score"}]}, "train": STEPS}
-    (project / "recipe.yaml").write_text(yaml.safe_dump(TINY | sections))
-    cpus = {"head": 0, "worker0": 1, "worker1": 1}
-    with RayHosts(cpus, [shared], ["outside"], jobs=True) as hosts:
-        outside = hosts["outside"]
-        outside.run(["mkdir", "-p", "/tmp/project"], 10)
-        for name in ("scoring.py", "recipe.yaml"):
-            text = (project / name).read_text()
-            outside.run(["tee", f"/tmp/project/{name}"], 10, text)
-        train = [sys.executable, "-m", "practicum", "train", "recipe.yaml", "--out", str(shared / "run")]
-        cluster = ["--set", "runtime.kind=ray", "--set", "runtime.address=auto"]
-        submit = [*RAY, "job", "submit", "--address", f"http://{hosts.head.address}:8265"]
-        folder = ["--runtime-env-json", '{"working_dir": "/tmp/project"}']
-        done = outside.run([*submit, *folder, "--", *train, *cluster], RUN_S, env=HOST_ENV)
-        assert done.returncode == 0, done.stdout[-3000:]
-    assert len(metrics_of(shared / "run")) == 1 + STEPS["steps"]
+    files = {
+        "scoring.py": "def score(sample):\n    return len(sample.response_text) % 2\n",
+        "recipe.yaml": yaml.safe_dump(TINY | sections),
+    }
+    outside = large_hosts["outside"]
+    outside.run(["mkdir", "-p", "/tmp/project"], 10)
+    for name, text in files.items():
+        outside.run(["tee", f"/tmp/project/{name}"], 10, text)
+    command = [sys.executable, "-m", "practicum", "train", "recipe.yaml", "--out", str(tmp_path / "run")]
+    cluster = ["--set", "runtime.kind=ray", "--set", "runtime.address=auto"]
+    submit = [*RAY, "job", "submit", "--address", f"http://{large_hosts.head.address}:8265"]
+    folder = ["--runtime-env-json", '{"working_dir": "/tmp/project"}']
+    done = outside.run([*submit, *folder, "--", *command, *cluster], RUN_S, env=HOST_ENV)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert len(metrics_of(tmp_path / "run")) == 1 + STEPS["steps"]
