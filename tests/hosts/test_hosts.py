@@ -167,7 +167,7 @@ def test_ranks_and_replicas_of_a_node_share_a_host(large_hosts: RayHosts, tmp_pa
     command = [sys.executable, "-m", "tests.hosts.places", str(recipe), "train", "rollout"]
     done = large_hosts.head.run(command, RUN_S, env=HOST_ENV, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
-    places = json.loads(done.stdout.splitlines()[-1])
+    places = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert [role for role, _ in places] == ["rollout"] * 2 + ["train"] * 2
     (rollouts,), (ranks,) = (
         {place for role, place in places if role == name} for name in ("rollout", "train")
