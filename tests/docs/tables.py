@@ -26,7 +26,7 @@ from practicum.recipe.text.show_recipe import markdown
 from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.stage_table import all_stages
 from practicum.tasks.builtin import describe_tasks
-from tests.hosts.tables import bytes_table, control_plane_table, cuts_table, weights_table
+from tests.hosts.tables import bytes_table, control_plane_table, cuts_table, roles_table, weights_table
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -224,6 +224,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
     "bytes": ("cluster.md", bytes_table),
+    "bytes by role": ("cluster.md", roles_table),
     "control plane": ("cluster.md", control_plane_table),
     "weights": ("cluster.md", weights_table),
     "cuts": ("reliability.md", cuts_table),

@@ -79,6 +79,17 @@ def bytes_table() -> str:
     return _table(head, rows)
 
 
+def roles_table() -> str:
+    """Bytes of hosts with one worker each."""
+    (row,) = (row for row in _read("host_bytes.jsonl") if "idle_bytes_per_s" in row)
+    rows = []
+    for host, (received, sent) in row["received_and_sent"].items():
+        roles = [role for role in row["roles"][host] if role in _HOSTS]
+        name = "controller" if host == "controller" else " and ".join(_HOSTS[role] for role in roles)
+        rows.append([name, f"{received / 1e3:,.0f}", f"{sent / 1e3:,.0f}"])
+    return _table(["host of", "kB received", "kB sent"], rows)
+
+
 def weights_table() -> str:
     """Weights from one host to another."""
     rows = []
