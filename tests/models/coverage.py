@@ -1,16 +1,19 @@
-"""Try every family of `families.py` as a user would, and write the table of docs/models.md.
+"""Try every family of `families.py` as a user would. Write the table of docs/models.md and README's count.
 
-python -m tests.models.coverage               # all families, and write the page
+python -m tests.models.coverage               # all families, and write both pages
 python -m tests.models.coverage llama mamba2  # these alone, printed
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from practicum.recipe.schema.recipe import Model
 from tests.engines.engines import plain_logprobs, sampling
 from tests.models.families import ATTENTION, FAMILIES, MOE, REFUSED, STATE, tiny_family
 
-PAGE = Path(__file__).parents[2] / "docs/models.md"
+PAGE, README = (Path(__file__).parents[2] / name for name in ("docs/models.md", "README.md"))
 VISION = "qwen2_5_vl"
 RECIPE: dict[str, Any] = {
     "seed": 3,
@@ -168,7 +171,7 @@ def layers_of(name: str) -> str:
         why = {"llama4_text": "that counts positions by itself", "gemma4_text": "of different shapes"}
         return "attention " + why.get(name, "that can't be replaced")
     experts = "num_experts_per_tok" in FAMILIES.get(name, {})
-    kinds = [("a state", name in STATE), ("experts", experts), ("pictures", name == VISION)]
+    kinds = [("a state", name in STATE), ("experts", experts), ("images", name == VISION)]
     return ", ".join(kind for kind, has in kinds if has) or "attention"
 
 
@@ -182,9 +185,10 @@ def row(name: str) -> list[str]:
 
 def main(names: list[str]) -> None:
     rows = []
-    for name in names or EVERY:
-        rows.append(row(name))
-        print(rows[-1], flush=True)
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        for cells in pool.map(row, names or EVERY):
+            rows.append(cells)
+            print(cells, flush=True)
     if names:
         return
     before, _, rest = PAGE.read_text().partition("<!-- begin -->\n")
@@ -197,6 +201,7 @@ def main(names: list[str]) -> None:
         *(f"| {' | '.join(cells)} |" for cells in rows),
     ]
     PAGE.write_text("\n".join([f"{before}<!-- begin -->", *lines, f"<!-- end -->{after}"]))
+    README.write_text(re.sub(r"\d+ of \d+ families", f"{good} of {len(rows)} families", README.read_text()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from practicum.commands.recipe_commands import plan
 from practicum.errors import EngineError, RecipeError, RecipeErrors
 from practicum.models.tokenizer import make_tokenizer
 from practicum.serving.serve import ServeOptions, resolve
-from tests.models.coverage import EVERY, PAGE, RECIPE, row, save
+from tests.models.coverage import EVERY, PAGE, README, RECIPE, row, save
 from tests.models.families import DENSE
 
 
@@ -29,7 +29,8 @@ def test_the_page_lists_every_family_and_most_of_them_work():
     assert len(EVERY) >= 40
     good = [name for name, cells in listed().items() if all(cell == "yes" for cell in cells[2:-1])]
     assert len(good) >= 36
-    assert f"{len(good)} of {len(EVERY)} families" in PAGE.read_text()
+    claim = f"{len(good)} of {len(EVERY)} families"
+    assert all(claim in page.read_text() for page in (PAGE, README))
 
 
 @pytest.mark.long
@@ -120,6 +121,16 @@ def test_plan_refuses_the_layers_that_train_does(
     with pytest.raises(RecipeError) as error:
         plan(file)
     assert error.value.path == key
+
+
+def test_other_vision_models_are_refused_by_their_type(tmp_path: Path):
+    folder = str(tmp_path / "model")
+    AutoConfig.for_model("qwen3_vl").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    (file := tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder)))
+    for run in (lambda: pr.check(recipe(folder)), lambda: plan(file), lambda: resolve(ServeOptions(folder))):
+        with pytest.raises(RecipeError, match="qwen3_vl is"):
+            run()
 
 
 def test_serve_refuses_what_train_does(folders: dict[str, str]):

@@ -28,10 +28,10 @@ TASKS: dict[str, Any] = {
 }
 
 
-def save_teacher(folder: Path, *, seed: int, hidden: int = 32, scale: float = 5.0) -> str:
+def save_teacher(folder: Path, *, seed: int, scale: float = 5.0, **make: Any) -> str:
     """A model in HuggingFace format with its tokenizer; weights are large enough for it to have opinions."""
     tokenizer = make_tokenizer()
-    model = make_model(MakeModel.model_validate(MAKE | {"hidden": hidden}), tokenizer, seed)
+    model = make_model(MakeModel.model_validate(MAKE | make), tokenizer, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.observe.records.compare_runs import compare_runs
@@ -124,6 +125,20 @@ def test_an_adapter_on_ray_is_the_local_one(tmp_path: Path):
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
     train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "ray")
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapter"])
+def test_a_hybrid_on_ray_is_the_local_one(tmp_path: Path, lora: dict[str, Any]):
+    """Two ranks share layers that carry a state, or an adapter on them, and a teacher with such layers."""
+    start = save_teacher(tmp_path / "start", seed=0, scale=1.0, family="qwen3_5")
+    sections = GRPO | {"model": {"path": start} | lora, "teachers": {"t": {"model": start}}, "distill": {}}
+    train_loaded(tiny(tmp_path, **sections), tmp_path / "local")
+    train_loaded(tiny(tmp_path, **on_ray(sections, ranks=2)), tmp_path / "ray")
+    assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-5)
+    begun, ended = load_file(Path(start) / "model.safetensors"), weights_of(tmp_path / "ray")
+    moved = {name for name, weight in ended.items() if not torch.equal(weight, begun[name])}
+    assert any("linear_attn.in_proj" in name for name in moved)
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -105,8 +106,13 @@ def _read(reader: Any, source: str, stamp: tuple[int, ...]) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return the transformers class that makes models of this config."""
-    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+    """Return the transformers class that makes models of this config. Raise ValueError for other models."""
+    if is_vision(config):
+        return AutoModelForImageTextToText
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        known = "causal language models of transformers work, and of vision models Qwen2-VL and Qwen2.5-VL"
+        raise ValueError(f"{config.model_type} is another kind of model: {known}")
+    return AutoModelForCausalLM
 
 
 def save_description(
