@@ -22,7 +22,9 @@ HOST_ENV = {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "OMP_NUM_THREADS": "1",
     "RAY_raylet_start_wait_time_s": "120",
-    "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("src", ".")),
+    "PYTHONPATH": os.pathsep.join(
+        [*(str(Path(__file__).parents[2] / part) for part in ("src", ".")), os.environ.get("PYTHONPATH", "")]
+    ),
 }
 
 
