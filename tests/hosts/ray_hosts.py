@@ -16,15 +16,14 @@ START_S = 120.0
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """The tests of one host set this variable to keep Ray on 127.0.0.1."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+ROOT = Path(__file__).parents[2]
 HOST_ENV = {
     **{name: value for name, value in (os.environ | ENV).items() if name != LOOPBACK},
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "OMP_NUM_THREADS": "1",
     "RAY_raylet_start_wait_time_s": "120",
-    "PYTHONPATH": os.pathsep.join(
-        [*(str(Path(__file__).parents[2] / part) for part in ("src", ".")), os.environ.get("PYTHONPATH", "")]
-    ),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *os.environ.get("PYTHONPATH", "").split()]),
 }
 
 
