@@ -371,8 +371,12 @@ def main() -> int:
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     tried = {case.name: case for case in (Case(**json.loads(line)) for line in lines)}
     done = {name for name, case in tried.items() if not case.problems}
-    rest = [case for case in cases() if case.name not in done and re.search(options.only, case.name)]
-    mine = list(episodes(rest))[part::parts]
+    wanted = [case for case in cases() if re.search(options.only, case.name)]
+    mine = [
+        (scenario, action, rest)
+        for scenario, action, these in list(episodes(wanted))[part::parts]
+        if (rest := [case for case in these if case.name not in done])
+    ]
 
     def is_over() -> bool:
         return time.monotonic() - began > 60 * options.minutes
