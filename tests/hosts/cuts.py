@@ -34,6 +34,8 @@ BOUND_S = 400.0
 """In which a disturbed run must continue or end."""
 SHORT_S, LONG_S, RETURN_S = 5.0, 60.0, 15.0
 SLOW_MBITS = 1.0
+PATIENT = {"deadline_s": 300}
+"""The rollout's deadline: Ray needs a minute to notice a lost host, and workers start slowly here."""
 TITLES = {
     "learner": "ray::TrainWorker",
     "rollout": "ray::RolloutWorker",
@@ -76,17 +78,17 @@ class Case:
 
 
 def _rewards(address: str, models: Path, server: str) -> dict[str, Any]:
-    return make_recipe(**_cluster(address, 2))
+    return make_recipe(dict(PATIENT), **_cluster(address, 2))
 
 
 def _teachers(address: str, models: Path, server: str) -> dict[str, Any]:
     sections = make_teachers(models, server) | _cluster(address, 1, store="transferqueue")
-    return make_recipe(reward={"weight": 0.0}, eval={"rows": 0}, **sections)
+    return make_recipe(dict(PATIENT), reward={"weight": 0.0}, eval={"rows": 0}, **sections)
 
 
 def _lag(address: str, models: Path, server: str) -> dict[str, Any]:
     agent = {"loop": "tests.trainer.loops:uneven"}
-    return make_recipe({"lag": 1}, agent=agent, **_cluster(address, 1))
+    return make_recipe({"lag": 1} | PATIENT, agent=agent, **_cluster(address, 1))
 
 
 def _cluster(address: str, ranks: int, **store: Any) -> dict[str, Any]:

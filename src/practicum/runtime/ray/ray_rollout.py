@@ -210,6 +210,8 @@ class RayWorkers:
                 with suppress(RayError):  # of a worker that is dead
                     if (blocked := ray.get(call, timeout=_BLOCKED_S)) is not None:
                         raise DeadlineError(f"{late}: {blocked}") from None
+            if missing := [one for pool in self.pools.pools() for one in pool.missing()]:
+                raise DeadlineError(f"{late}: {'; '.join(missing)}") from None
             if silent:
                 names = ", ".join(located(call, calls[call]) for call in silent)
                 raise DeadlineError(f"{late}: {names} gave no sign of life for {_BLOCKED_S:g} s") from None
