@@ -35,7 +35,7 @@ def test_importing_practicum_imports_little_and_loading_a_recipe_no_torch():
 
 
 def test_the_page_names_everything():
-    text = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    text = (Path(__file__).parents[1] / "docs/api.md").read_text()
     attributes = [name for kind in (pr.Run, pr.Report) for name in vars(kind) if not name.startswith("_")]
     names = {*pr.__all__, *attributes} - {"__version__"}
     assert not [name for name in names if not re.search(rf"`(?:pr\.)?{name}\b", text)]

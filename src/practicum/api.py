@@ -54,7 +54,9 @@ class Report:
     warnings: tuple[str, ...]
     """Reasons why the run may not learn."""
     findings: tuple[str, ...]
+    """Files and models that were taken, rows, tokenizer, longest prompt, rewards of a made-up response."""
     sizes: tuple[str, ...]
+    """Parameters, tokens, memory, sessions and stages of a step."""
     not_run: tuple[str, ...]
     """Stages that are skipped, with the reason."""
 
@@ -99,7 +101,7 @@ def check(recipe: RecipeLike, *, static: bool = False) -> Report:
 
         with problems_of(loaded):
             checked = preflight(loaded)
-        warnings, findings, sizes = checked.warnings, findings + checked.findings, checked.sizes + sizes
+        warnings, findings, sizes = checked.warnings, [*checked.findings, *findings], checked.sizes + sizes
     not_run = [f"{stage.name}: {why}" for stage, why in plan.skipped]
     return Report(loaded, tuple(warnings), tuple(findings), tuple(sizes), tuple(not_run))
 

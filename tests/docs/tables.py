@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel
 from typer.main import get_command
 
 import practicum as pr
+from practicum import parts
 from practicum.checks.learning import RULES
 from practicum.cli import app
 from practicum.dataplane.columns import padding_batch
@@ -25,6 +31,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text.show_recipe import markdown
 from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.stage_table import all_stages
+from practicum.sessions import session
 from practicum.tasks.builtin import describe_tasks
 from tests.hosts.tables import bytes_table, control_plane_table, cuts_table, roles_table, weights_table
 
@@ -188,16 +195,67 @@ def _help_of(name: str, command: Any) -> str:
 
 
 def python_functions() -> str:
-    """Return the signature and the first sentences of each function and class of `import practicum as pr`."""
-    return "\n\n".join(_documented(name) for name in pr.__all__ if not name.startswith("_"))
+    """Return signature, docstring and members of each function and class of `import practicum as pr`."""
+    return "\n\n".join(_documented("pr.", pr, name) for name in pr.__all__ if not name.startswith("_"))
 
 
-def _documented(name: str) -> str:
-    thing = getattr(pr, name)
-    about = (inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " ")
-    signature = str(inspect.signature(thing)).replace("'", "") if inspect.isfunction(thing) else ""
-    shown = f"```text\n{name}{signature}\n```\n" if signature else ""
-    return f"### `pr.{name}`\n{shown}{about}"
+def own_part_functions() -> str:
+    """Return the same of what custom parts, loops and reward functions are given and may use."""
+    return "\n\n".join(
+        [_documented("", session, "Session"), *(_documented("", parts, n) for n in parts.__all__)]
+    )
+
+
+def _documented(prefix: str, module: ModuleType, name: str) -> str:
+    thing = getattr(module, name)
+    about = (inspect.getdoc(thing) or "").strip()
+    if not inspect.isclass(thing):
+        shown = f"```text\n{name}{_signature(thing)}\n```\n" if callable(thing) else ""
+        return f"### `{prefix}{name}`\n{shown}{about}".rstrip()
+    about = "" if about.startswith(f"{name}(") else about
+    members = [(f"`{member}`", text) for member, text in _members(thing)]
+    plain = ", ".join(member for member, text in members if not text)
+    rows = [(member, text) for member, text in members if text]
+    shown = [f"### `{prefix}{name}`\n{about}", f"Members: {plain}" if plain else ""]
+    return "\n\n".join(filter(None, [*shown, table(("member", "what"), rows) if rows else ""]))
+
+
+def _signature(thing: Callable[..., Any]) -> str:
+    return str(inspect.signature(thing)).replace("'", "")
+
+
+def _members(cls: type) -> Iterable[tuple[str, str]]:
+    """Yield fields, properties and methods that the class itself defines, each with its description."""
+    if issubclass(cls, BaseModel) or cls.__module__ == "typing":
+        return
+    notes = _notes(cls)
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    for member in (field for field in fields if not field.name.startswith("_")):
+        yield f"{member.name}: {member.type}", notes.get(member.name, "")
+    for name, member in vars(cls).items():
+        about = " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
+        if isinstance(member, property) and not name.startswith("_"):
+            yield name, about.removeprefix("Return ")
+        elif inspect.isfunction(member) and not name.startswith("_"):
+            yield f"{name}{_signature(member)}".replace("(self, ", "(").replace("(self)", "()"), about
+
+
+def _notes(cls: type) -> dict[str, str]:
+    """Return the docstrings that stand below the fields of a class."""
+    (body,) = (
+        node.body
+        for node in ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        if isinstance(node, ast.ClassDef)
+    )
+    notes = {}
+    for node, after in pairwise(body):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
+            notes[node.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+    return notes
 
 
 def advisories_table() -> str:
@@ -219,7 +277,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "metrics": ("metrics.md", metrics_table),
     "keys": ("keys.md", recipe_keys),
     "commands": ("commands.md", command_help),
-    "functions": ("python.md", python_functions),
+    "functions": ("api.md", python_functions),
+    "own parts": ("api.md", own_part_functions),
     "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),

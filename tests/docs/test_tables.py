@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +19,7 @@ from practicum.observe.text import ledger_table
 from practicum.recipe.checks.divergences import why_unfit
 from practicum.recipe.reward_traits import REWARDS
 from practicum.recipe.schema.teacher_sections import Distill, Divergence
+from practicum.recipe.text.type_text import all_keys
 from practicum.trainer.recipe_changes import MAY_CHANGE
 
 from .figures import IMAGES, figures
@@ -27,6 +29,7 @@ from .tables import TABLES, sample_fields, update_page
 DOCS = ROOT / "docs"
 SUFFIXED = re.compile(r"\b(?!lora_)[a-z][a-z0-9_]*_([A-Z][A-Z1]*)\b")
 """A name with a shape suffix; PEFT calls its two matrices lora_A and lora_B."""
+FILE = re.compile(r"\.(py|yaml|yml|jsonl?|md|txt|parquet)$")
 
 
 def rows_of(page: str, header: str) -> list[list[str]]:
@@ -114,3 +117,37 @@ def test_every_figure_is_drawn_and_shown():
     assert all(len(svg) < 300_000 for svg in drawn.values())
     text = "".join(page.read_text() for page in PAGES)
     assert not [path.name for path in IMAGES.iterdir() if f"images/{path.name}" not in text]
+
+
+def unknown_keys(text: str) -> set[str]:
+    """Return the dotted names in backticks that begin as a recipe's section does and are no key."""
+    keys = {re.sub(r"<.*?>", "*", key) for key, _ in all_keys()}
+    sections, found = {key.partition(".")[0] for key in keys}, set()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_<>]+)+)(?=[`:/]|\s)", prose):
+        pattern = re.sub(r"\b[A-Z]+\b|<.*?>", "*", name)
+        patterns = pattern, f"{pattern}.*"
+        known = any(fnmatch(key, p) for key in keys for p in patterns) or any(fnmatch(name, k) for k in keys)
+        if name.partition(".")[0] in sections and not known and not FILE.search(name):
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "coming-from"], ids=lambda p: p.name)
+def test_pages_name_keys_that_exist(page: Path):
+    assert unknown_keys(page.read_text()) == set()
+
+
+def test_a_removed_key_is_found():
+    assert unknown_keys("set `rollout.slots: 4` or `tasks.NAME.file`, `train.lr`") == {"rollout.slots"}
+
+
+def test_files_and_classes_for_users_of_verl_exist():
+    package = ROOT / "src/practicum"
+    for _, names, files, _ in rows_of("coming-from/verl.md", "verl | practicum | file"):
+        assert all((package / file).exists() for file in words(files)), files
+        code = "".join(
+            path.read_text() for file in words(files) for path in [package / file] if path.is_file()
+        )
+        for name in re.findall(r"`@?([A-Z]\w+)", names):
+            assert re.search(rf"^class {name}\b", code, re.MULTILINE), name

@@ -65,6 +65,10 @@ async def picky_async(sample: RewardSample) -> float:
     return picky(sample)
 
 
+def misnames(sample: RewardSample) -> float:
+    return len(sample.response)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def leaves(sample: RewardSample) -> float:
     sys.exit("bye")
 

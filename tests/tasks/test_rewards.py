@@ -173,6 +173,13 @@ def test_tasks_have_rewards_of_their_own(calls):
     assert calls == ["batch of 2"]
 
 
+def test_an_attribute_that_a_sample_lacks_names_those_that_it_has():
+    with pytest.raises(RewardError) as caught:
+        score(judge_for("misnames"), sample("good"))
+    assert "response_text" in str(caught.value)
+    assert "on_error" not in str(caught.value)
+
+
 @pytest.mark.parametrize("use", ["picky", "picky_async"])
 def test_a_raising_function_stops_the_run_with_its_sample(use):
     with pytest.raises(RewardError) as caught:

@@ -29,8 +29,11 @@ class LoadedRecipe:
     """A recipe that passed all checks without torch, with the origin of each leaf."""
 
     recipe: Recipe
+    """All values."""
     origins: dict[str, Origin]
+    """Where each value came from, by key."""
     source: Path
+    """The recipe's file."""
     places: list[str] = field(default_factory=list)
     """Messages with the locations of the recipe's files, models and functions."""
 

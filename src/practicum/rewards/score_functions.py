@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from practicum.concurrency.user_calls import CallResult, call_each, is_async, raised
@@ -185,6 +185,7 @@ def _check_signature(function: Callable[..., Any], spec: RewardFunction, path: s
     name = spec.use.rpartition(":")[2]
     if {"prompts", "completions"} & signature.parameters.keys():
         columns = {"completions": "[sample.response_text]", "prompts": "[sample.prompt_text]"}
+        columns["answer"] = "[sample.answer]"
         arguments = [
             f"{column}={columns.get(column) or f'[sample.row[{column!r}]]'}"
             for column, parameter in signature.parameters.items()
@@ -230,12 +231,15 @@ def _error(function: _Function, outcome: CallResult, sample: RewardSample) -> Re
     lines = [f"reward {function.spec.use} {outcome.failure}"]
     if outcome.error is not None and (where := frames(outcome.error)):
         lines.append(where)
+    advice = "fix the function, or set reward.on_error: skip to exclude such samples."
+    if isinstance(outcome.error, AttributeError) and isinstance(outcome.error.obj, RewardSample):
+        advice = f"a sample has {', '.join(field.name for field in fields(RewardSample))}."
     lines += [
         f"  sample:   {sample.key}, task {sample.task}",
         f"  prompt:   {shorten(sample.prompt_text)!r}",
         f"  response: {shorten(sample.response_text)!r}",
         f"  answer:   {short_repr(sample.answer)}",
-        "  → fix the function, or set reward.on_error: skip to exclude such samples.",
+        f"  → {advice}",
     ]
     error = RewardError("\n".join(lines))
     error.details = "" if outcome.error is None else trace(outcome.error)

@@ -69,7 +69,7 @@ def preflight(loaded: LoadedRecipe) -> Preflight:
     """Return all findings of `check`. Raise RecipeErrors for mistakes."""
     recipe = loaded.recipe
     found = check_without_models(recipe)
-    findings = [crash_cost(recipe.checkpoint, recipe.train.steps), *found.findings, *try_rewards(recipe)]
+    findings = [*try_rewards(recipe), *found.findings, crash_cost(recipe.checkpoint, recipe.train.steps)]
     require_possible(path := folder_of(recipe))
     try:
         choose_folder(path, resume=False, fresh=False)

@@ -33,11 +33,15 @@ class Run:
     recipe: Recipe
     """The resolved recipe, with all values."""
     folder: Path
+    """The run folder."""
     first_eval: dict[str, float]
     """Scores of the evaluation before training, empty without one."""
     last_eval: dict[str, float]
+    """Scores of the last evaluation."""
     steps: int
+    """Finished steps."""
     seconds: float
+    """Duration, of all starts together."""
     failures: tuple[str, ...] = ()
     """Messages with the counts of failed sessions by reason."""
     warnings: tuple[str, ...] = ()
@@ -49,6 +53,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The recipe's name."""
         return self.recipe.name
 
     @property

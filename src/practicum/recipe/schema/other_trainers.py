@@ -31,9 +31,16 @@ OTHER_KEYS = {
     "grad_clip": "train.max_grad_norm",
     "lr_scheduler_type": "train.schedule",
     "warmup_ratio": "train.warmup_steps",
-    "output_dir": "out",
+    "optim.lr": "train.lr",
+    "critic.optim.lr": "critic.lr",
+    **dict.fromkeys(("output_dir", "default_local_dir"), "out"),
+    **dict.fromkeys(("run_name", "experiment_name", "project_name"), "name"),
+    **dict.fromkeys(("logger", "report_to", "wandb.project"), "track.to"),
+    **dict.fromkeys(("max_model_len", "max_length", "max_seq_length", "seq_len"), "rollout.context"),
+    **dict.fromkeys(("max_turns", "max_tool_calling_iterations"), "agent.turns"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "train.betas"),
     "model_name_or_path": "model.path",
-    "model_name": "model.path",
+    **dict.fromkeys(("model_name", "model.name", "name_or_path"), "model.path"),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "train.autocast: bfloat16"),
     **dict.fromkeys(
         ("peft_config", "lora_config", "lora_rank", "lora_r", "use_peft"), "model.lora: {rank: 16}"
@@ -61,11 +68,14 @@ OTHER_KEYS = {
     "reward_weights": "reward.functions: [{use: NAME, weight: 0.5}]",
     "train_dataset": _DATA,
     "eval_dataset": _EVAL_DATA,
-    "sync_ref_model": "teachers: {NAME: {student: {every: STEPS}}}",
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_sync_steps"), "teachers: {NAME: {student: {every: STEPS}}}"
+    ),
+    "teacher_model": _TEACHER,
+    "top_entropy_quantile": "stages with a function of your own, as recipes/sort/top_entropy.yaml has",
     "entropy_coef": "algorithm.entropy",
     "mask_truncated_completions": "a reward function that reads sample.finish",
     "log_completions": "track.record",
-    "report_to": "track.to",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
     "eval_steps": "eval.every",
@@ -107,17 +117,23 @@ OTHER_KEYS = {
     **dict.fromkeys(("nnodes", "n_gpus_per_node"), _NODES),
     "save_freq": "checkpoint.every",
     "test_freq": "eval.every",
-    "experiment_name": "name",
     "teacher_models": _TEACHER,
+    "teacher_key": "route.by",
+    "critic_warmup": "critic.warmup_steps",
+    "reward_model.path": "reward.models: {NAME: {model: PATH}}",
+    "prompt_key": "tasks.NAME.prompt",
+    "rollout.name": "rollout.engine",
+    "resume_mode": "the option --resume of `practicum train`",
     "use_policy_gradient": "distill.apply_as: advantage",
     "use_task_rewards": "reward.weight: 0 for distillation alone, 1 to add the rewards",
     # prime-rl
     "rollouts_per_example": "rollout.samples",
-    "seq_len": "rollout.context",
+    "inference": "rollout.engine: vllm, and rollout.vllm for its settings",
     "max_async_level": "rollout.lag",
+    "ckpt.interval": "checkpoint.every",
     "max_off_policy_steps": "rollout.lag: rollouts are exactly that many steps old",
 }
-"""A key's last word and what to write instead; VALUE stands for the value that was found."""
+"""A key's last word or words, and what to write instead; VALUE stands for the value that was found."""
 
 OTHER_VALUES = {
     "algorithm.loss": {
@@ -186,7 +202,9 @@ def _equivalent(key: str, value: Any) -> str | None:
     if word in _VALUE_KEYS:
         ours = _VALUE_KEYS[word]
         return OTHER_VALUES[ours].get(str(value), ours)
-    text = OTHER_KEYS.get(word)
+    words = key.split(".")
+    endings = (".".join(words[i:]) for i in range(len(words)))
+    text = next((OTHER_KEYS[ending] for ending in endings if ending in OTHER_KEYS), None)
     return text and text.replace("VALUE", json.dumps(value, default=str))
 
 

@@ -110,10 +110,10 @@ def unknown_key(path: Sequence[str | int], root: type[BaseModel], value: Any = N
         by_word.setdefault(key.rpartition(".")[2], []).append(key)
     if root is Recipe and level != "distill" and (other := equivalent_key(dotted(path), value, by_word)):
         return where, other
-    if close := nearest(word, valid):
-        return where, f"did you mean {prefix}{close}?"
     if word in by_word:
         return where, f"did you mean {' or '.join(by_word[word][:3])}?"
+    if close := nearest(word, valid):
+        return where, f"did you mean {prefix}{close}?"
     if close := nearest(word, by_word, cutoff=0.75):
         return where, f"did you mean {by_word[close][0]}?"
     return f"{where}: {', '.join(valid)}", "`practicum schema` lists every key" if root is Recipe else ""
