@@ -82,7 +82,7 @@ def compact(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
 
 
 def expand(columns: Sequence[list[Any]], rows: int) -> list[tuple[Any, ...]]:
-    """Return so many rows from what `compact` made of them."""
+    """Return the rows that `compact` made columns of."""
     whole = [column * rows if len(column) == 1 else column for column in columns]
     return list(zip(*whole, strict=True))
 
