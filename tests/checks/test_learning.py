@@ -183,3 +183,16 @@ def test_a_teacher_whose_kl_rises_while_its_reward_falls_is_reported_once():
 def test_kl_or_reward_alone_is_no_alarm(kl: float, reward: float):
     rows = [_taught(0.2, 0.5, i) for i in range(MANY)] + [_taught(kl, reward, i) for i in range(2 * MANY)]
     assert not told(TAUGHT, rows)
+
+
+def test_truncation_and_repetition_that_rise_together_are_reported_once():
+    def row(step: int, cut: float, repeated: float) -> dict[str, float]:
+        noise = 0.01 * (-1) ** step
+        return HEALTHY | {"rollout/truncated": cut + noise, "rollout/repetition": repeated + noise}
+
+    calm = [row(step, 0.1, 0.05) for step in range(MANY)]
+    ((step, text),) = told({}, calm + [row(step, 0.4, 0.5) for step in range(MANY + 3)])
+    assert MANY < step <= 2 * MANY + 3
+    assert "they loop" in text
+    for cut, repeated in ((0.4, 0.05), (0.1, 0.5)):
+        assert not told({}, calm + [row(step, cut, repeated) for step in range(MANY)])

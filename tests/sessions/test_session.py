@@ -19,7 +19,7 @@ from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.rollout_sections import ToolSection
 from practicum.sessions.attempts import SessionResult, read_result
 from practicum.sessions.demonstrator import DemonstratorPolicy
-from practicum.sessions.session import EnginePolicy, Session, Trajectory
+from practicum.sessions.session import EnginePolicy, Session, TokenSpan, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, tool_result, user
 from practicum.tasks.prompts import Prompt
@@ -388,3 +388,22 @@ def test_what_a_loop_may_not_return_names_the_loop():
     first.reward, empty.reward = 1.0, None
     with pytest.raises(EngineError, match="rewarded 1 of 2 trajectories"):
         read_result(None, session)
+
+
+@pytest.mark.parametrize(
+    ("turns", "share"),
+    [
+        ([[1, 2, 3, 4, 5]], 0.0),
+        ([[7] * 8], 0.8),
+        ([[1, 2, 3], [4, 1, 2, 3, 4]], 0.2),
+        ([[1, 2]], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_repetition_is_the_share_of_runs_of_four_tokens_that_occurred_before(turns, share):
+    trajectory = Trajectory([1])
+    for ids in turns:
+        zeros = torch.zeros(len(ids))
+        trajectory.pieces.append(TokenSpan(torch.tensor(ids), True, zeros, zeros))
+        trajectory.add_given([9, 9, 9, 9, 9])
+    assert trajectory.repetition == pytest.approx(share)

@@ -11,6 +11,7 @@ from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
 from practicum.learning.update_batch import TeacherSums
 from practicum.learning.update_shares import PartShares
+from practicum.observe.text import update_rest
 from practicum.teachers.ledger import Ledger, Pair, TeacherMeasures, make_ledger, pair_of, totals
 
 
@@ -234,3 +235,10 @@ def test_domains_may_have_a_slash_in_their_name():
     assert got["domain/sums/hard/gradient_share"] == 1.0
     assert ledger.starved(None) is None
     assert totals([got, got])["domain sums/hard"]["tokens"] == 8
+
+
+def test_the_final_line_has_what_no_teacher_had_and_the_cosines():
+    rows = [{"update/momentum": 0.2, "cosine/a/b": 0.5}, {"update/momentum": 0.4, "update/decay": -0.01}, {}]
+    line = update_rest(rows)
+    assert line == "rest of the update: momentum 30.0%, decay -1.0% · cosines of gradients: a/b 0.50"
+    assert not update_rest([{"loss": 1.0}])

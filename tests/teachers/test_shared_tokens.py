@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Task
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.teachers.shared_tokens import SharedTokens, token_bytes
+from practicum.teachers.teacher_checks import rendered
 
 TEXTS = [
     "the cat sat on the mat and counted 12 mice, 345 birds and 6789 fish",
@@ -105,6 +107,12 @@ def test_strict_positions_cover_the_same_bytes_and_no_others_do(
             and own[ids[i]] == theirs[found.ids[j]]
         }
         assert strict == expected
+        spans = [(mine.start, mine.stop, other.start, other.stop) for mine, other in found.chunks]
+        covered = [place for a, b, _, _ in spans for place in range(a, b)]
+        assert sorted([*covered, *(mine for mine, _ in strict)]) == list(range(len(ids)))
+        for a, b, c, d in spans:
+            assert before_own[b][len(before_own[a]) :] == before_theirs[d][extra:][len(before_own[a]) :]
+            assert (b - a, d - c) != (1, 1)
 
 
 @settings(max_examples=30, deadline=None)
@@ -174,7 +182,20 @@ def test_a_teacher_reads_its_own_prompt_and_is_asked_for_the_student_s_tokens() 
             assert int(back.topk_ids[place, k]) == (token if known else -1)
             if known:
                 assert back.topk_logprobs[place, k] == scored.topk_logprobs[strict[place], k]  # pyright: ignore
-    assert (back.logprobs != 0).sum() == len(strict)
+    chunks = {mine.stop - 1: float(scored.logprobs[other].sum()) for mine, other in found.chunks}
+    expected = {mine: float(scored.logprobs[place]) for mine, place in strict.items()} | chunks
+    assert {i: x for i, x in enumerate(back.logprobs.tolist()) if x} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_check_shows_a_prompt_as_the_teacher_s_template_renders_it(thinks: bool) -> None:
+    teacher = copy.deepcopy(trained("bytes"))
+    mode = "{% if enable_thinking is defined %}think{% endif %}" if thinks else ""
+    teacher.chat_template = "<q>{{ messages[0].content }}<a>" + mode
+    tokens = SharedTokens(trained("bytes"), Encoder({"a": Task(kind="copy", chat=True)}, teacher))
+    found = rendered("far", Prompt(0, "a", "a", "the cat", None, {}, 0, 0), tokens)
+    assert "'<q>the cat<a>'" in found
+    assert ("thinking" in found) == thinks
 
 
 def test_word_pieces_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
-from practicum.trainer.preflight import preflight
+from practicum.trainer.preflight import check_without_models, preflight
 from practicum.trainer.probe_teachers import Probe, compare, probe_teachers, warnings_of
 from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
@@ -72,3 +72,17 @@ def test_worse_and_distant_teachers_are_warned_about():
     )
     assert warnings_of({"good": good}) == []
     assert [warning.split()[1] for warning in warnings_of({"worse": worse, "far": far})] == ["worse", "far"]
+
+
+@pytest.mark.parametrize("strength", [1.25, 1.5])
+def test_an_exponent_beyond_what_worked_is_warned_about(tmp_path: Path, strength: float):
+    student, other = (
+        save_teacher(tmp_path / name, seed=seed) for seed, name in enumerate(("student", "other"))
+    )
+    target = {"other": strength, "same": 1 - strength}
+    teachers = {"same": {"student": {}}, "other": {"model": other, "target": target}}
+    route = {"by": "task", "map": {"copy": "other", "compare": "other"}}
+    distill = {"signal": "full"}
+    loaded = write(tmp_path, teachers, model={"path": student}, route=route, distill=distill)
+    found = check_without_models(loaded.recipe).warnings
+    assert any("teachers.other.target" in warning for warning in found) == (strength > 1.25)

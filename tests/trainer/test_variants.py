@@ -11,9 +11,11 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from practicum.dataplane.ragged import Columns
+from practicum.dataplane.ragged import Columns, Ragged
+from practicum.dataplane.stages import OwnStage
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
+from practicum.recipe.user_functions import import_object
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.trainer.run import train_loaded
@@ -185,3 +187,17 @@ def test_a_fifth_of_the_tokens_has_weight(tmp_path: Path, monkeypatch: pytest.Mo
     assert {weight for _, weight in pairs} == {0.0, 1.0}
     assert sum(weight for _, weight in pairs) == pytest.approx(count, abs=1)
     assert all(weight == 1.0 for _, weight in pairs[: count - 1])
+
+
+def test_mismatched_chunks_share_their_difference_evenly():
+    include = import_object(f"{shipped_recipes()}/many_teachers/mismatched:include", "here")
+    assert isinstance(include, OwnStage)
+    own, teacher = [[-1.0, -2.0, -0.5, -3.0, -0.1], [-1.0]], [[-0.7, 0.0, -1.5, -4.0, 0.0], [-0.2]]
+    match = [[1, 0, 0, 0, 0], [1]]  # one chunk of two tokens, one of one, and a token that is never compared
+    given = {"rollout_logprobs": own, "teacher_logprobs": teacher, "teacher_match": match}
+    columns = {name: Ragged.from_rows([torch.tensor(row) for row in rows]) for name, rows in given.items()}
+    found = include.run(None, None, Columns("test", columns), None)
+    assert [row.tolist() for row in found["teacher_match"].rows] == [[1, 1, 1, 1, 0], [1]]
+    expected = torch.tensor([-0.7, -2.0 + 0.5, -0.5 + 0.5, -4.0, 0.0])
+    torch.testing.assert_close(found["teacher_logprobs"].rows[0], expected)
+    assert found["teacher_logprobs"].rows[1].tolist() == columns["teacher_logprobs"].rows[1].tolist()

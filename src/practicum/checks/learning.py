@@ -22,7 +22,7 @@ SEVERAL, MANY = 5, 10
 MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
 STARVED, OVERFED = 0.1, 2.0
 _FLAT, _GRADIENT, _CUT = "groups/zero_variance", "train/grad_norm", "rollout/truncated"
-_FULL = "rollout/context_full"
+_FULL, _REPEATED = "rollout/context_full", "rollout/repetition"
 _REWARD, _SPREAD, _ENTROPY = "reward/mean", "reward/std", "train/entropy"
 _STEP = ("train/loss", _FLAT, _GRADIENT, _CUT, _REWARD, _SPREAD)
 """A row without any of these is an evaluation, or a step that trains only the critic."""
@@ -169,6 +169,22 @@ def cut_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
         yield Finding("length", said, _CUT, "finish=length")
 
 
+def endless_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
+    """Report truncation and repetition that rise together: responses that loop."""
+    both = [row for row in rows if _CUT in row and _REPEATED in row][-2 * MANY :]
+    before, after = both[:MANY], both[MANY:]
+    if len(after) < MANY:
+        return
+    cut, repeated = ([[row[key] for row in part] for part in (before, after)] for key in (_CUT, _REPEATED))
+    if _rises(*cut) and _rises(*repeated):
+        said = (
+            f"truncated responses rose from {fmean(cut[0]):.0%} to {fmean(cut[1]):.0%}, and repetition in "
+            f"responses from {fmean(repeated[0]):.0%} to {fmean(repeated[1]):.0%}: they loop. Lower "
+            "train.lr, and check that rewards or teachers teach when to stop"
+        )
+        yield Finding("circles", said, _REPEATED, "finish=length")
+
+
 def entropy_collapse(rows: Rows, signal: Signal) -> Iterator[Finding]:
     """Report a collapse of the student's entropy, except with teachers, where it should fall."""
     values = [row[_ENTROPY] for row in rows if _ENTROPY in row]
@@ -217,6 +233,7 @@ RULES: tuple[Callable[[Rows, Signal], Iterator[Finding]], ...] = (
     zero_gradient,
     constant_reward,
     cut_answers,
+    endless_answers,
     entropy_collapse,
     teacher_shares,
     teacher_misleads,

@@ -49,6 +49,8 @@ class Tags:
     tool_calls: int = 0
     tool_errors: int = 0
     breaks: int = 0
+    repetition: float = 0.0
+    """Share of repeated runs of tokens at the end of the response."""
     retries: int = 0
     requests: dict[str, int] | None = None
     """Counts of the HTTP requests of the session's agent, on its last row."""

@@ -25,6 +25,8 @@ ROUNDS = 5
 """How often a projected step is corrected for the rounding of the weights."""
 TOLERANCE = 1e-6
 """Largest cosine of a part's gradient and a projected step."""
+PIECE = 1 << 15
+"""Numbers of a parameter that are looked at together on a CPU."""
 Gather = Callable[[list[float]], list[list[float]]]
 """Returns these numbers of all ranks."""
 
@@ -57,12 +59,15 @@ class PartGradients:
         for p in self._parameters:
             p.grad = None
 
+    @torch.no_grad()
     def put_sum(self) -> None:
         """Put the sum of all parts on the parameters."""
         for p, *grads in zip(self._parameters, *self._parts, strict=True):
-            for grad in grads:
-                if grad is not None:
-                    p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
+            present = [grad for grad in grads if grad is not None]
+            if present:
+                p.grad = present[0] + present[1] if len(present) > 1 else present[0].clone()
+                for grad in present[2:]:
+                    p.grad += grad
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the weights before the optimizer's step."""
@@ -74,47 +79,30 @@ class PartGradients:
 
         With `project` the step is first changed so that no part gets worse by it.
         """
-        gram, project = self._gram(), self._project_step
-        removed = self._project(optimizer, gram) if project else [0.0] * len(gram)
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        if any(not _has_moment(optimizer, p) for p in self._parameters):
+        count = len(self._parts)
+        removed = self._project(optimizer) if self._project_step else [0.0] * count
+        products = self._products(optimizer)
+        gram, change = [row[:count] for row in products[:count]], count
+        size = products[change][change]
+        if len(products) == count + 1 or size == 0:
             return PartShares(gram, [], {})
-
-        def dots(p: nn.Parameter, before: Tensor, parts_DN: Tensor) -> Tensor:
-            state, group = optimizer.state[p], groups[p]
-            change = _local(_weights(p, optimizer)).flatten() - before
-            corrected = _local(state["exp_avg_sq"]).flatten() / (
-                1 - group["betas"][1] ** float(state["step"])
-            )
-            scaled = change * (-lr / (corrected.sqrt() + group["eps"]))
-            own = torch.stack([change, -lr * group["weight_decay"] * before]) @ change
-            raised = parts_DN @ change if project else parts_DN.new_zeros(len(parts_DN))
-            removed_D = raised.new_tensor(removed)
-            return torch.cat([parts_DN @ scaled, own[1:], -(removed_D @ raised).unsqueeze(0), own[:1]])
-
-        *parts, decay, projected, size = self._added(dots)
-        if size == 0:
-            return PartShares(gram, [], {})
-        shares = [dot / size for dot in parts]
-        rest = {"clipping": (clip - 1) * sum(shares), "decay": decay / size}
-        if project:
-            rest["projection"] = projected / size
+        decay, scaled = change + 1, change + 2
+        shares = [-lr * products[i][scaled] / size for i in range(count)]
+        rest = {"clipping": (clip - 1) * sum(shares), "decay": -lr * products[decay][change] / size}
+        if self._project_step:
+            rest["projection"] = -sum(x * products[i][change] for i, x in enumerate(removed)) / size
         return PartShares(gram, shares, {"momentum": 1 - sum(shares) - sum(rest.values()), **rest})
 
-    def _project(self, optimizer: torch.optim.Optimizer, gram: list[list[float]]) -> list[float]:
+    def _project(self, optimizer: torch.optim.Optimizer) -> list[float]:
         """Move the weights to the nearest step that makes no part worse, to first order.
 
         With d AdamW's step and G the parts' gradients: min |x - d|^2 with G^T x <= 0 is x = d - G m, where m
         solves the small dual problem. Return m. Weights are rounded, so the constraint is looked at again.
         """
-
-        def against(p: nn.Parameter, before: Tensor, parts_DN: Tensor) -> Tensor:
-            change = (_local(_weights(p, optimizer)).flatten() - before).double()
-            return torch.cat([parts_DN.double(), change.unsqueeze(0)]) @ change
-
-        removed = [0.0] * len(gram)
+        removed = [0.0] * len(self._parts)
         for _ in range(ROUNDS):
-            *rises, size = self._added(against)
+            *rows, (*rises, size) = self._products(optimizer, moments=False)
+            gram = [row[:-1] for row in rows]
             norms = [(gram[i][i] * size) ** 0.5 for i in range(len(gram))]
             if all(rise <= TOLERANCE * norm for rise, norm in zip(rises, norms, strict=True)):
                 break
@@ -131,27 +119,44 @@ class PartGradients:
             removed = [a + b for a, b in zip(removed, multipliers, strict=True)]
         return removed
 
-    def _gram(self) -> list[list[float]]:
-        count = len(self._parts)
-        found = self._added(lambda p, before, parts_DN: (parts_DN @ parts_DN.T).flatten())
-        return [found[i * count : (i + 1) * count] for i in range(count)]
+    def _products(self, optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list[list[float]]:
+        """Return the dot products of all pairs of these, over all parameters and ranks.
 
-    def _added(self, dots: Callable[[nn.Parameter, Tensor, Tensor], Tensor]) -> list[float]:
-        """Return the sums of these dot products over all parameters and ranks.
+        The parts' gradients and the weights' change d; with `moments`, if the optimizer has them, also the
+        decayed weights and d / (sqrt(v) + eps). Without, products are in float64.
 
-        `dots` gets a parameter, its weights before the step and the D parts' gradients: this rank's shards,
-        flat.
+        Everything is read once, in pieces that stay in the processor's cache.
         """
-        rows = []
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        moments = moments and all(_has_moment(optimizer, p) for p in self._parameters)
+        count = len(self._parts)
+        size = count + 3 if moments else count + 1
+        total, buffer = torch.zeros(size, size, dtype=torch.float64), torch.empty(0)
         for p, before, *grads in zip(self._parameters, self._before, *self._parts, strict=True):
-            parts = [_local(torch.zeros_like(p) if grad is None else grad).flatten() for grad in grads]
-            flat = _local(before).flatten()
-            flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            rows.append(dots(p, flat, torch.stack(parts).to(flat.dtype)).double())
-        totals = torch.stack(rows).sum(0)
+            state, group = optimizer.state.get(p, {}), groups[p]
+            old, new = _flat(before), _flat(_weights(p, optimizer))
+            parts = [None if grad is None else _flat(grad) for grad in grads]
+            dtype = torch.promote_types(old.dtype, torch.float32) if moments else torch.float64
+            piece = PIECE if old.device.type == "cpu" else max(1, len(old))
+            if buffer.dtype != dtype or buffer.shape[-1] < min(piece, len(old)):
+                buffer = torch.empty(size, min(piece, len(old)), dtype=dtype, device=old.device)
+            for start in range(0, len(old), piece):
+                here = slice(start, min(start + piece, len(old)))
+                rows = buffer[:, : here.stop - start]
+                for row, x in zip(rows, parts, strict=False):
+                    row.zero_() if x is None else row.copy_(x[here])
+                change = torch.sub(rows[count].copy_(new[here]), old[here].to(dtype), out=rows[count])
+                if moments:
+                    corrected = 1 - group["betas"][1] ** float(state["step"])
+                    scaled = torch.sqrt(_flat(state["exp_avg_sq"])[here].to(dtype), out=rows[count + 2])
+                    scaled.mul_(corrected**-0.5).add_(group["eps"])
+                    torch.div(change, scaled, out=scaled)
+                    torch.mul(old[here].to(dtype), group["weight_decay"], out=rows[count + 1])
+                total = total.to(rows.device) + (rows @ rows.T).double()
         if self._gather is not None:
-            totals = torch.tensor(self._gather(totals.tolist()), dtype=torch.float64).sum(0)
-        return totals.tolist()
+            gathered = torch.tensor(self._gather(total.flatten().tolist()), dtype=torch.float64).sum(0)
+            total = gathered.reshape(total.shape)
+        return total.tolist()
 
 
 def nonnegative_solution(gram: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
@@ -180,6 +185,6 @@ def _weights(p: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor:
     return optimizer.state.get(p, {}).get("master", p.detach())
 
 
-def _local(x: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
+def _flat(x: Tensor) -> Tensor:
+    """Return this rank's shard, flat."""
+    return (x.to_local() if hasattr(x, "to_local") else x).flatten()  # pyright: ignore[reportAttributeAccessIssue]

@@ -34,6 +34,7 @@ METRICS: dict[str, str] = {
     "rollout/tokens_per_second": "Sampled tokens per second of the rollout stage.",
     "rollout/response_tokens": "Mean length of a response in tokens.",
     "rollout/truncated": "Share of sessions cut off at max_new_tokens, or because the context was full.",
+    "rollout/repetition": "Share of repeated runs of 4 tokens in the last 256 of a response, mean.",
     "rollout/context_full": "Share of sessions cut off because the context was full, if any were.",
     "groups/dropped": "Groups left out for a failed session (agent.on_failure: drop_group).",
     "groups/zero_variance": "Share of rolled-out groups whose rewards are all equal.",

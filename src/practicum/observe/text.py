@@ -121,3 +121,17 @@ def ledger_table(lines: Mapping[str, Mapping[str, float]]) -> Table:
             cells.append(cell if share is None else f"{cell} {share:.0%}")
         table.add_row(Text(plain(name)), *cells)
     return table
+
+
+def update_rest(rows: Sequence[Mapping[str, float]]) -> str:
+    """Return a line with what no teacher had of the update, and the cosines of their gradients, as means."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(("update/", "cosine/")):
+                found.setdefault(name, []).append(value)
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    rest = [f"{name[7:]} {mean:.1%}" for name, mean in means.items() if name.startswith("update/")]
+    cosines = [f"{name[7:]} {mean:.2f}" for name, mean in means.items() if name.startswith("cosine/")]
+    parts = {"rest of the update": rest, "cosines of gradients": cosines}
+    return " · ".join(f"{title}: {', '.join(texts)}" for title, texts in parts.items() if texts)

@@ -402,6 +402,7 @@ class SessionRunner:
                 tool_calls=trajectory.tool_calls,
                 tool_errors=trajectory.tool_errors,
                 breaks=trajectory.breaks,
+                repetition=trajectory.repetition,
                 requests=trajectory.requests,
                 clients=trajectory.clients,
                 trace=trajectory.trace,

@@ -39,6 +39,8 @@ from practicum.tasks.messages import Message, user
 from practicum.tasks.prompts import Prompt
 from practicum.user_code import short_repr
 
+TAIL, RUN = 256, 4
+
 
 @dataclass(slots=True)
 class TokenSpan:
@@ -126,6 +128,13 @@ class Trajectory:
     @property
     def sampled_tokens(self) -> int:
         return sum(len(piece.ids) for piece in self.pieces if piece.sampled)
+
+    @property
+    def repetition(self) -> float:
+        """Share of the runs of RUN tokens that occurred before, in the last TAIL sampled tokens."""
+        ids = [i for own in self.sampled() for i in own][-TAIL:]
+        runs = list(zip(*(ids[start:] for start in range(RUN)), strict=False))
+        return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + sum(len(piece.ids) for piece in self.pieces)

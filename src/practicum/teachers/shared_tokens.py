@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class Alignment:
     ids: list[int]
     pairs: Tensor
     """[n, 2]"""
+    chunks: Sequence[tuple[slice, slice]] = ()
+    """The other places (student's, teacher's) between two ends that both tokenizers have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +140,19 @@ class SharedTokens:
         text = text[: min(specials, default=len(text))]
         ids = self._tokenise(text)
         theirs = [self._theirs[i] for i in ids]
-        spans = {span: place for place, span in enumerate(_spans(theirs))}
+        their_spans = _spans(theirs)
+        spans = {span: place for place, span in enumerate(their_spans)}
         shift = sum(map(len, theirs)) - len(text.encode())
         if b"".join(theirs)[shift:] != text.encode():  # a tokenizer that changes the text
             return Alignment(ids, torch.empty(0, 2, dtype=torch.int64))
         mine = [(start + shift, end + shift) for start, end in _spans(own[:until])]
         pairs = [(place, spans[span]) for place, span in enumerate(mine) if span in spans]
-        return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2))
+        ends = {0: 0} | {end: place for place, (_, end) in enumerate(their_spans, 1)}
+        common = [(place, ends[end]) for place, (_, end) in enumerate([(0, shift), *mine]) if end in ends]
+        chunks = [
+            (slice(a, b), slice(c, d)) for (a, c), (b, d) in pairwise(common) if (b - a, d - c) != (1, 1)
+        ]
+        return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), chunks)
 
     def coverage(self, response: Sequence[int]) -> Coverage:
         """Count the tokens of an answer but special ones."""
@@ -178,10 +186,15 @@ class SharedTokens:
         return ScoreRequest([*asked, *found.ids], len(asked), name, support=support), found
 
     def scores(self, found: Alignment, scores: Scores, length: int, top_RK: Tensor | None) -> Scores:
-        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none."""
+        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none.
+
+        The last position of a mismatched chunk has the logprob of the whole chunk, the others 0.
+        """
         mine, theirs = found.pairs.unbind(1)
         logprobs_R = torch.zeros(length)
         logprobs_R[mine] = scores.logprobs[theirs]
+        for own, other in found.chunks:
+            logprobs_R[own.stop - 1] = scores.logprobs[other].sum()
         ids_RK = best_RK = None
         if top_RK is not None:
             assert scores.topk_logprobs is not None

@@ -24,6 +24,7 @@ from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.messages import prompt_text
+from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import make_stream
 from practicum.teachers.load_teachers import base_spec, describe_base
 from practicum.teachers.route import before_text, routed_value
@@ -76,7 +77,16 @@ def check_teachers(
         problems += [problem] if problem else []
     if problems:
         raise RecipeErrors(f"recipe {recipe.name}", problems)
-    return findings
+    first = make_stream(recipe.tasks, recipe.seed).take(1 if shared and uses_chat else 0)
+    return findings + [rendered(name, first[0], own) for name, own in shared.items() if first]
+
+
+def rendered(name: str, prompt: Prompt, shared: SharedTokens) -> str:
+    """Return a prompt as a teacher with another template reads it, and its template's thinking mode."""
+    shown = repr(shared.teacher.decode(shared.encode(prompt).ids))
+    thinks = "enable_thinking" in str(shared.teacher.chat_template)
+    mode = " (its template has thinking modes, and this is the default one)" if thinks else ""
+    return f"teacher {name} reads {prompt} as {shown}{mode}"
 
 
 def check_context(

@@ -51,6 +51,8 @@ from practicum.trainer.try_functions import check_parts, try_rewards
 
 _FULL_LR, _FULL_WIDTH = 5e-5, 2048
 """A typical learning rate for full fine-tuning at this width. It scales with 1 / sqrt(width)."""
+STRONGEST = 1.25
+"""Largest exponent of a teacher in a product that worked in published runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,12 @@ def check_without_models(recipe: Recipe) -> Preflight:
         f"teach nonsense: set teachers.{name}.tokenizer to the folder or hub name of its tokenizer"
         for name, teacher in recipe.teachers.items()
         if teacher.url is not None and teacher.tokenizer is None
+    ]
+    warnings += [
+        f"teachers.{name}.target has the exponent {max(teacher.target.values()):g}: above {STRONGEST:g} "
+        "published runs became unstable (ExOPD, arXiv:2602.12125)"
+        for name, teacher in recipe.teachers.items()
+        if teacher.target and max(teacher.target.values()) > STRONGEST
     ]
     warnings += hidden_tools(recipe, tokenizer) if data.uses_chat else ()
     return Preflight(findings, data.left_out, longest, warnings)

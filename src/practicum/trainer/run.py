@@ -27,7 +27,7 @@ from practicum.errors import CheckError, PracticumError
 from practicum.models.load_model import save_tokenizer
 from practicum.observe.progress import ProgressView
 from practicum.observe.records.recorder import Recorder
-from practicum.observe.text import ledger_table, say
+from practicum.observe.text import ledger_table, say, update_rest
 from practicum.observe.trackers import StepDetails, Tracker, make_trackers
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.schema.recipe import Recipe
@@ -406,6 +406,8 @@ def train_recipes(recipes: Sequence[LoadedRecipe], *, out: Path | None = None, *
 def show_ledger(outcome: Run) -> None:
     if lines := totals(outcome.metrics):
         Console(width=max(Console().width, LEDGER_WIDTH)).print(ledger_table(lines))
+        if rest := update_rest(outcome.metrics):
+            say(rest)
 
 
 def summary(outcome: Run) -> str:

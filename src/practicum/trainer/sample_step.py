@@ -255,6 +255,7 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
         out["reward/std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     if ready:
         out["rollout/response_tokens"] = statistics.fmean(t.response_tokens for t in ready)
+        out["rollout/repetition"] = statistics.fmean(t.repetition for t in ready)
         out["rollout/truncated"] = statistics.fmean(t.finish in ("length", "context") for t in ready)
         if full := sum(t.finish == "context" for t in ready):
             out["rollout/context_full"] = full / len(ready)

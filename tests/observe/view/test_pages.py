@@ -51,7 +51,7 @@ def run(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     teachers = {name: {"model": save_teacher(root / name, seed=seed)} for seed, name in enumerate("ab")}
     sections: dict[str, Any] = {
         "teachers": teachers,
-        "route": {"by": "task", "map": {"copy": "a", "compare": "b"}, "measure_every": 1},
+        "route": {"by": "task", "map": {"copy": "a", "compare": "b"}},
         "distill": {"divergence": "forward_kl", "signal": "top_k", "top_k": 4},
         "reward": {"weight": 1.0},
         "rollout": {"samples": 4, "max_new_tokens": 6, "max_num_seqs": 16},
@@ -150,6 +150,9 @@ def test_numbers_of_the_page_are_those_of_the_files(page: Any, address: str, run
     visit(page, address, "#/school/teachers")
     table = page.locator("table").first.inner_text()
     assert f"{100 * last['teacher/a/gradient_share']:.0f} %" in table
+    pane = page.inner_text("main")
+    assert "Cosines of gradients" in pane
+    assert f"momentum {100 * last['update/momentum']:.0f} %" in pane
     rows = lines(run / "samples.jsonl")
     visit(page, address, "#/school/rollouts")
     assert f"{len(rows)} of {len(rows)} recorded sessions" in page.inner_text(".tools")

@@ -36,7 +36,7 @@ export async function show(place, node, context) {
     const choice = h("div", { class: "tools" }, ["teacher", "domain"].map((one) => h("button", {
       class: one === kind ? "active" : "", onclick: () => context.change({ by: one === "teacher" ? "" : one }) }, `by ${one}`)),
     h("span", { class: "muted" }, about.set ? "targets are route.shares" : "targets are the shares of prompts: route.shares sets others"));
-    replace(head, choice, h("div", { class: "tables" }, ledger(kind, names, info, about, place), matrix(about.scores)));
+    replace(head, choice, h("div", { class: "tables" }, ledger(kind, names, info, about, place), cosines(info), matrix(about.scores)), rest(info));
     const ids = context.compared();
     const wanted = CHARTS.flatMap(([what]) => names.map((name) => `${kind}/${name}/${what}`)).filter((name) => info.names.includes(name));
     const found = await Promise.all(ids.map((id) => series(id, wanted)));
@@ -81,6 +81,22 @@ function ledger(kind, names, info, about, place) {
   }), kind === "teacher" && h("td", { class: "source" }, h("code", {}, about.teachers[name] ?? ""))));
   const titles = [h("th", {}, kind), known.map(([, title]) => h("th", { class: "n" }, title)), kind === "teacher" && h("th", {}, "what it is")];
   return section("Newest step", h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, titles)), h("tbody", {}, rows))));
+}
+
+// Cosines between the gradients of teachers in the newest measured step.
+function cosines(info) {
+  const at = (one, other) => one === other ? 1 : info.last[`cosine/${one}/${other}`] ?? info.last[`cosine/${other}/${one}`];
+  const names = info.teachers.filter((one) => info.teachers.some((other) => other !== one && at(one, other) !== undefined));
+  if (!names.length) return null;
+  const rows = names.map((one) => h("tr", {}, h("td", {}, one), names.map((other) => numeric(at(one, other) ?? null))));
+  return section("Cosines of gradients", h("div", { class: "scroll" }, h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}), names.map((name) => h("th", { class: "n" }, name)))), h("tbody", {}, rows))));
+}
+
+// The parts of the newest measured update that belong to no teacher.
+function rest(info) {
+  const parts = Object.entries(info.last).filter(([name]) => name.startsWith("update/")).map(([name, value]) => `${name.slice(7)} ${percent(value)}`);
+  return parts.length ? h("p", { class: "muted" }, `Rest of the update: ${parts.join(", ")}`) : null;
 }
 
 function matrix(scores) {
