@@ -24,7 +24,7 @@ from tests.hosts.cuts import roles_of
 from tests.hosts.ray_hosts import HOST_ENV, RayHosts
 from tests.teachers.tiny_teachers import save_teacher
 
-STEPS = 5
+STEPS = 4
 HOSTS = {"controller": 0, "learner": 2, "rollout": 3}
 TEXT = {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}}
 IMAGES = {"dots": {"kind": "dots", "options": {"pictures": [3, 3], "size": [56, 56]}}}
@@ -36,7 +36,8 @@ SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "images": (8, 32, IMAGES),
 }
 """Prompts of a step, of 8 samples each, tokens of a response, and tasks."""
-RUNS = [(1000, size) for size in SIZES] + [(100, size) for size in SIZES if size != "images"]
+RUNS = [(1000, "batch ×1"), (1000, "batch ×16"), (1000, "responses ×8"), (1000, "batch ×4")]
+RUNS += [(100, "batch ×16"), (100, "responses ×8"), (1000, "images"), (100, "batch ×1"), (100, "batch ×4")]
 """Mbit/s of each link, and sizes."""
 BY_ROLE, IDLE_S = "batch ×4, one worker per host", 5.0
 

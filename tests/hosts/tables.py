@@ -56,7 +56,7 @@ def bytes_table() -> str:
     """Bytes of each host, and seconds, of a step and of the control."""
     found = {(row["what"], row["megabits"], row["forward"]): row for row in _read("host_bytes.jsonl")}
     rows = []
-    for (what, megabits, forward), ours in found.items():
+    for (what, megabits, forward), ours in sorted(found.items(), key=lambda item: -item[0][1]):
         control = found.get((what, megabits, True))
         if forward or control is None:
             continue
