@@ -48,6 +48,15 @@ def host_in(error: BaseException) -> str:
     return next((line.removeprefix("ip: ") for line in lines if line.startswith("ip: ")), "")
 
 
+def on_host(call: ObjectRef[Any] | None, error: BaseException | None = None) -> str:
+    """Return " on ADDRESS" for the host of the actor that a call went to, or "" if that is this one.
+
+    `error` is Ray's, if the actor died.
+    """
+    address = (host_in(error) if error is not None else "") or (host_of(call) if call is not None else "")
+    return f" on {address}" if address not in ("", ray.util.get_node_ip_address()) else ""
+
+
 def put_direct(value: Any) -> ObjectRef[Any]:
     """Put an object whose tensors NIXL moves from device to device. They must be contiguous."""
     return ray.put(value, _tensor_transport="nixl")

@@ -23,7 +23,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from practicum.compat.ray import host_in, host_of
+from practicum.compat.ray import on_host
 from practicum.dataplane.batch import BatchRef, expand, plain_keys, plain_tags
 from practicum.dataplane.columns import check_columns, field_of, gather_cells
 from practicum.dataplane.keys import Key, Tags, name_keys
@@ -170,14 +170,14 @@ class RayStore:
             raise
         except RayActorError as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            host = f" on {host_in(error)}" if host_in(error) else ""
+            host = on_host(call, error)
             raise StoreError(
                 f"the store's index{host} died, and all rows of the store with it (during {method}): "
                 f"resume the run from its last checkpoint. Ray says: {reason}"
             ) from error
         except GetTimeoutError:
             raise DeadlineError(
-                f"the store's index on {host_of(call) or 'its host'} did not answer {method} within "
+                f"the store's index{on_host(call)} did not answer {method} within "
                 f"{self._timeout_s:g} s: its node may be "
                 "overloaded or cut off; runtime.stage_s is the time that a call may take"
             ) from None

@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from practicum.compat.ray import called_actor_id, host_in, host_of
+from practicum.compat.ray import called_actor_id, on_host
 from practicum.errors import DeadlineError, PracticumError
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
@@ -104,8 +104,7 @@ async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
 
 def located(ref: ObjectRef[Any], who: str) -> str:
     """Return the name of the worker that a call went to, with its host's address unless that is this one."""
-    address = host_of(ref)
-    return f"{who} on {address}" if address not in ("", ray.util.get_node_ip_address()) else who
+    return who + on_host(ref)
 
 
 def _late(owner: str, timeout: float, pending: Mapping[ObjectRef[Any], str]) -> DeadlineError:
@@ -139,9 +138,8 @@ def _reason(error: BaseException, ref: ObjectRef[Any] | None = None) -> str:
 
     Append the address of the worker's host, if that is not this one.
     """
-    host = host_in(error) or (host_of(ref) if ref is not None else "")
-    where = f" Its host is {host}." if host not in ("", ray.util.get_node_ip_address()) else ""
+    where = f" (it ran{host})" if (host := on_host(ref, error)) else ""
     if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
-        return f"it accepts no connections: it hangs, or its machine is unreachable.{where}"
+        return f"it accepts no connections: it hangs, or its machine is unreachable{where}"
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
     return lines[-1].split(" Some common causes")[0].strip() + where
