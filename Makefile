@@ -12,6 +12,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python $(ON_TWO)
 
 # Clients of agents' endpoint know nothing of practicum: they have their own environment.
 CLIENTS_VENV := .venv-clients
+VERIFIERS_VENV := .venv-verifiers
 
 # vLLM wants other versions than ours: its tests have an environment of their own.
 MACHINE := $(shell uname -s)-$(shell uname -m)
@@ -43,12 +44,20 @@ test-all: test test-long test-clients campaign test-vllm  ## All there is: the a
 test-long: $(VENV)/.dev  ## Recipes' bands, whole clusters.
 	$(PYTEST) -m long --ignore tests/vllm $(LONG)
 
-test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.ready  ## Agents' endpoint with the client libraries of OpenAI, Anthropic and others.
-	$(PYTEST) -m long tests/sessions/endpoint/test_clients.py
+test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.ready $(VERIFIERS_VENV)/.ready  ## Agents' endpoint with client libraries and frameworks.
+	$(PYTEST) -m long tests/sessions/endpoint tests/recipe/test_bands_agents_http.py
 
 $(CLIENTS_VENV)/.ready: requirements-clients.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< $(PIP_ARGS)
+	touch $@
+
+# Of trl, the tests read chat templates alone.
+$(VERIFIERS_VENV)/.ready:
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 renderers==0.1.12 \
+		transformers==5.23.0 $(PIP_ARGS)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0 $(PIP_ARGS)
 	touch $@
 
 campaign: $(VENV)/.dev  ## Kill and stop processes of runs at random, for 13 minutes.
@@ -81,7 +90,7 @@ docs: .venv-docs/.ready  ## Build the documentation site into site/, strictly.
 	@! grep -rlF '```' site --include='*.html' || { echo "these pages show a code block as text"; exit 1; }
 
 clean:  ## Remove the environments and caches.
-	rm -rf $(VENV) $(VLLM_VENV) .venv-docs site .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(VERIFIERS_VENV) .venv-docs site .pytest_cache .ruff_cache
 
 define new_venv
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or make demo PYTHON=/path/to/python"; exit 1; }

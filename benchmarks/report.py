@@ -147,6 +147,21 @@ def sessions(found: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### Sessions, {where(found)}", table(head, rows), text, *busy(found["raced"])])
 
 
+def agents(found: Mapping[str, Any]) -> str:
+    """Sessions per second through the endpoint of agents, and how long a turn takes."""
+    rows, built_in = [], ""
+    for title, raced in found["raced"].items():
+        built_in = next(iter(raced))
+        for name, measured in raced.items():
+            ratio = paired_ratio(measured, raced[built_in], "sessions_per_second")
+            waits = ["", ""] if name == built_in else [ranged(measured, key) for key in ("p50", "p99")]
+            told = "" if name == built_in else _times(ratio, ".2f")
+            speed = ranged(measured, "sessions_per_second", ".1f")
+            rows.append([title, name, speed, f"{medians(measured)['cpu_seconds']:.2f}", *waits, told])
+    head = ["setting", "sessions", "sessions/s", "of processor", "p50 of a turn, s", "p99, s"]
+    return f"### Agents over HTTP, {where(found)}\n\n" + table([*head, f"÷ {built_in}"], rows)
+
+
 def data_plane(found: Mapping[str, Any]) -> str:
     """Milliseconds of put and get by route and size, and the main ratios."""
     rows, keys = [], ("put", "get", "moved", "whole")
@@ -215,7 +230,7 @@ def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
 
 SECTIONS = (
     *(rollout, grpo_step, words_step, hybrid_step, profile, distill_step),
-    *(sessions, data_plane, ray_step, async_step),
+    *(sessions, agents, data_plane, ray_step, async_step),
 )
 """In the report's order; each is named as its file in results/."""
 

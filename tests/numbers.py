@@ -165,7 +165,7 @@ def numbers(run: Path) -> dict[str, Any]:
 
 
 def _is_timing(metric: str) -> bool:
-    parts = "time memory seconds tokens_per hidden overlap busy _s /s wait _gb mfu"
+    parts = "time memory seconds tokens_per hidden overlap busy _s /s wait _gb mfu shared/decode"
     return any(part in metric for part in parts.split())
 
 

@@ -24,7 +24,7 @@ BOUND_S = 900.0
 """In which a disturbed run must continue or end: several times its longest deadline."""
 FIND_S = 20.0
 _TIMED = re.compile(
-    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|cluster/.*"
+    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|shared/.*|cluster/.*"
 )
 """Metrics that the clock or a death makes."""
 GONE_S = 30.0

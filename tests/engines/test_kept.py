@@ -272,6 +272,30 @@ def test_equal_sequences_are_kept_once_and_serve_each_of_their_sessions():
     assert torch.allclose(together[2].plain_logprobs[0], all_NV[-2].max(), atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "qwen3_moe"])
+def test_turns_that_rewrite_the_last_one_go_on_from_what_is_left_of_it(family: str):
+    model = model_of(family)
+
+    def talk(engine: TorchEngine, *, keep: bool) -> list[Generation]:
+        ids, made = list(range(3, 23)), []
+        for turn in range(4):
+            request = GenerateRequest(ids, sampling(6), Counter(0, 0, 0, turn), keep=keep)
+            made.append(asyncio.run(engine.generate(request)))
+            ids = [*ids, *made[-1].tokens.tolist()[:3], 30 + turn]
+        request = GenerateRequest(ids[:24], sampling(6), Counter(0, 0, 0, 4), keep=keep)  # and one goes back
+        return [*made, asyncio.run(engine.generate(request))]
+
+    with engine_of(model) as engine:
+        expected = talk(engine, keep=False)
+        assert engine.stats.reused_tokens == 0
+    with engine_of(model) as engine:
+        made = talk(engine, keep=True)
+        assert engine.stats.reused_tokens == 23 + 27 + 31 + 23
+    for one, other in zip(made, expected, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprobs, other.logprobs)
+
+
 def test_different_prompts_of_one_step_share_what_they_go_on_from():
     """Forks of a session: both find the sequence if they come together, else the first takes it."""
     with engine_of(model_of("qwen3")) as engine:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.engines.torch.kv_memory import RUN_COST, Extension, PromptKv, blocks
-from practicum.engines.torch.prompt_cache import CachedSequence, PromptKey, SequenceCache
+from practicum.engines.torch.prompt_cache import BLOCK, CachedSequence, PromptKey, SequenceCache
 
 
 def kv_of(length: int) -> PromptKv:
@@ -76,3 +76,30 @@ def test_blocks_are_of_neighbouring_slots_and_pad_little(rows: list[tuple[int, i
         assert [one.slot for one in block] == list(range(block[0].slot, block[0].slot + len(block)))
         padded = len(block) * max(one.new for one in block) * max(one.whole for one in block)
         assert padded - sum(one.new * one.whole for one in block) <= RUN_COST * (len(block) - 1)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=80).map(tuple), min_size=1, max_size=6),
+    st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple),
+    st.integers(1, 80),
+)
+def test_a_prompt_goes_on_from_the_beginning_of_a_kept_sequence(
+    kept: list[tuple[int, ...]], rest: tuple[int, ...], count: int
+):
+    store = SequenceCache(10_000)
+    for ids in kept:
+        store.put(ids, b"", PromptKv(torch.rand(2, 1, len(ids), 4), torch.rand(2, 1, len(ids), 4)), None)
+    prompt = PromptKey(kept[0][:count] + rest)
+    found, held = store.find(prompt), len(store)
+    if found is None:
+        common = len(kept[0][:count])
+        assert common // BLOCK * BLOCK == 0 or 2 * common < len(prompt) or common >= len(prompt)
+        return
+    assert found.ids == prompt.ids[: len(found)]
+    assert len(found) < len(prompt)
+    whole = [ids for ids in kept if ids[: len(found)] == found.ids]
+    keys = [store.find(PromptKey((*ids, 9))).kv.keys[:, :, : len(found)] for ids in whole]  # pyright: ignore
+    assert any(torch.equal(found.kv.keys, x) for x in keys)
+    if found.ids not in kept:
+        store.use(found, 1)
+        assert len(store) == held

@@ -57,7 +57,7 @@ def test_frequencies_and_logprobs_are_those_of_the_reference(draw: Draw):
     count, grid = 20_000, torch.arange(20_000, dtype=torch.float64)
     for logits in made_up(3, 40):
         expected = torch.tensor(reference(logits.tolist(), draw), dtype=torch.float64)
-        got = sample(logits.expand(count, -1), draw, (grid + 0.5) / count)
+        got = sample(logits.expand(count, -1), draw, (grid + 0.5) / count, torch.arange(count))
         frequencies = torch.bincount(got.tokens_B, minlength=40) / count
         torch.testing.assert_close(frequencies.double(), expected, rtol=0, atol=1.01 / count)
         torch.testing.assert_close(got.logprobs_B, expected[got.tokens_B].log(), rtol=0, atol=1e-12)
@@ -82,7 +82,7 @@ def test_top_k_keeps_exactly_k_of_equal_tokens():
 
 def test_greedy_takes_the_best_token_with_its_logprob_at_temperature_1():
     logits = made_up(50, 30).float()
-    got = sample(logits, Draw(greedy=True), torch.zeros(50, dtype=torch.float64))
+    got = sample(logits, Draw(greedy=True), torch.zeros(50, dtype=torch.float64), torch.arange(50))
     assert torch.equal(got.tokens_B, logits.argmax(-1))
     torch.testing.assert_close(got.logprobs_B, logits.log_softmax(-1).amax(-1))
     assert torch.equal(got.logprobs_B, got.plain_B)
@@ -90,7 +90,7 @@ def test_greedy_takes_the_best_token_with_its_logprob_at_temperature_1():
 
 def test_logits_of_bfloat16_are_sampled_in_float32():
     logits = made_up(20, 30).bfloat16()
-    got = sample(logits, Draw(), torch.full((20,), 0.4, dtype=torch.float64))
+    got = sample(logits, Draw(), torch.full((20,), 0.4, dtype=torch.float64), torch.arange(20))
     exact = logits.double().log_softmax(-1).gather(-1, got.tokens_B.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(got.logprobs_B.double(), exact, rtol=0, atol=1e-6)
 
@@ -101,7 +101,9 @@ def test_logits_of_bfloat16_are_sampled_in_float32():
 )
 def test_inverse_cdf_takes_the_token_whose_interval_holds_the_number(weights: list[float], uniform: float):
     uniform = min(uniform, 1 - 2.0**-52)
-    tokens, totals = inverse_cdf(torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64))
+    tokens, totals = inverse_cdf(
+        torch.tensor([weights]), torch.tensor([uniform], dtype=torch.float64), torch.tensor([0])
+    )
     single = torch.tensor(weights).double().tolist()
     token, target, running = int(tokens), uniform * float(totals), 0.0
     assert single[token] > 0
@@ -116,11 +118,11 @@ def test_logits_that_are_not_finite_are_an_error(bad: float, draw: Draw):
     logits = made_up(4, 10)
     logits[2, 3] = bad
     with pytest.raises(EngineError, match="not finite"):
-        sample(logits, draw, torch.full((4,), 0.5, dtype=torch.float64))
+        sample(logits, draw, torch.full((4,), 0.5, dtype=torch.float64), torch.arange(4))
 
 
 def test_tokens_that_the_model_rules_out_are_never_sampled():
     logits = made_up(1, 10).expand(1000, -1).clone()
     logits[:, ::2] = float("-inf")
-    got = sample(logits, Draw(), torch.arange(1000, dtype=torch.float64) / 1000)
+    got = sample(logits, Draw(), torch.arange(1000, dtype=torch.float64) / 1000, torch.arange(1000))
     assert bool((got.tokens_B % 2 == 1).all())

@@ -57,3 +57,21 @@ def test_a_prompt_kept_from_older_weights_is_never_used():
         (got,) = generate(engine, [request])
     assert isinstance(got, Generation)
     assert got.tokens.tolist() == expected.tokens.tolist()
+
+
+def test_sessions_share_a_sequence_until_their_tokens_differ():
+    with engine_of(tiny()) as engine:
+        running, stats = engine.scheduler.running, engine.stats
+        keys = [stream_key(Counter(0, 0, i)) for i in range(6)]
+        jobs = [GenerateJob(PromptKey((5, 6)), sampling(9), Draw(temperature=0.6), key) for key in keys]
+        engine.scheduler.step([*jobs])
+        while engine.scheduler.busy:
+            rows = running._state[: running.count].tolist()
+            so_far = [tuple(running._tokens[out, :made].tolist()) for _, _, made, _, _, out, *_ in rows]
+            assert running.sequences == len(set(so_far)) == int(running.slot_B.max()) + 1
+            slots = running.slot_B.tolist()
+            assert slots == sorted(slots)
+            assert len(set(zip(so_far, slots, strict=True))) == running.sequences
+            engine.scheduler.step([])
+        assert stats.shared_tokens > 0
+        assert stats.decoded_tokens + stats.shared_tokens == 6 * 8

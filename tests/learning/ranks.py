@@ -28,7 +28,7 @@ from practicum.recipe.schema.recipe import Train
 
 from ..models.families import tiny_family
 from .distilled import take_taught, taught, teaching
-from .reference import VOCAB, adapted, random_batch, take, tiny
+from .reference import VOCAB, adapted, random_batch, take, tiny, with_shared_beginnings
 
 WORLD = 2
 UPDATES = 3
@@ -123,7 +123,12 @@ def learn(
 
 
 def batches(updates: int = UPDATES, **options: Any) -> list[UpdateBatch]:
-    return [random_batch(seed, **options) for seed in range(updates)]
+    return [with_shared_beginnings(random_batch(seed, **options)) for seed in range(updates)]
+
+
+def unshared_batches() -> list[UpdateBatch]:
+    """Rows that have nothing in common, so that loads of experts count each token once on any rank."""
+    return [random_batch(seed, groups=8, samples=1) for seed in range(2)]
 
 
 @case
@@ -202,8 +207,7 @@ def teachers_with_shares(parallel: Parallel | None, folder: Path) -> Found:
 
 @case
 def experts(parallel: Parallel | None, folder: Path) -> Found:
-    """Without shared prompts, so that loads count each once."""
-    given = batches(2, groups=8, samples=1)
+    given = unshared_batches()
     split = lambda b: uneven(len(b.sessions))  # noqa: E731
     return learn(parallel, tiny("qwen3_moe"), Algorithm(loss="supervised", advantage="none"), given, split)[1]
 
@@ -271,7 +275,7 @@ def adapter(parallel: Parallel | None, folder: Path) -> Found:
     """Beside linear layers and experts; with a critic on the same base, whose shards are its own."""
     model, split = adapted("qwen3_moe"), lambda b: uneven(len(b.sessions))
     critic = ValueLearner(model, TRAIN, CriticRecipe(lr=0.01), parallel=parallel)
-    learner, found = learn(parallel, model, Algorithm(), batches(2, groups=8, samples=1), split)
+    learner, found = learn(parallel, model, Algorithm(), unshared_batches(), split)
     found.tensors["fingerprint"] = learner.fingerprint()
     found.tensors["reference"] = LogprobScorer(learner.trunk, adapter=False).fingerprint()
     found.tensors |= {f"sent.{name}": weight.clone() for name, weight in learner.named_weights()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -131,6 +132,15 @@ def random_batch(
         plain_logprobs=logprobs(),
         ref_logprobs=logprobs(),
     )
+
+
+def with_shared_beginnings(batch: UpdateBatch) -> UpdateBatch:
+    """The same rows, but responses begin like the one before them, many of them by all that fits."""
+    responses = [row.clone() for row in batch.response_ids.rows]
+    for i, (before, row) in enumerate(pairwise(responses)):
+        count = min(len(before), len(row), (3 * i) % 11)
+        row[:count] = before[:count]
+    return replace(batch, response_ids=Ragged.from_rows(responses))
 
 
 def take(batch: UpdateBatch, rows: list[int]) -> UpdateBatch:

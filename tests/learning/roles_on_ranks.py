@@ -170,7 +170,8 @@ def run_roles(
         learnt, valued = student.update(info), critic_role.update(info)
         assert learnt is not None
         assert valued is not None
-        found.metrics += [learnt.metrics, valued]
+        # Ranks share what lies on one of them.
+        found.metrics += [{k: v for k, v in learnt.metrics.items() if k != "shared/learn"}, valued]
     found.keep(learner.model, learner.stepper)
     found.keep(critic.model, critic.stepper)
     return found

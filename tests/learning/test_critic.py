@@ -19,14 +19,14 @@ from practicum.observe.metrics import METRICS
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 from practicum.recipe.schema.recipe import Train
 
-from .reference import FAMILIES, random_batch, tiny
+from .reference import FAMILIES, random_batch, tiny, with_shared_beginnings
 
 TRAIN = Train(lr=0.02, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 RECIPE = CriticRecipe(lr=0.01)
 
 
 def made_up(seed):
-    b = random_batch(seed)
+    b = with_shared_beginnings(random_batch(seed))
     assert b.advantages is not None
     assert b.old_logprobs is not None
     return CriticBatch(b.prompt_ids, b.response_ids, b.response_mask, b.old_logprobs, b.advantages)

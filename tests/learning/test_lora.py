@@ -46,6 +46,7 @@ from .reference import (
     tiny,
     with_adapter,
     with_padding,
+    with_shared_beginnings,
 )
 from .test_update import LOSSES, algorithm
 from .test_vision import seeing, vision_batch
@@ -120,6 +121,9 @@ def _delta(down: Tensor, up: Tensor, like: Tensor, *, turned: bool) -> Tensor:
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
 def test_an_update_is_the_plain_one_under_any_split_and_padding(family: str):
     model, batch = adapted(family), random_batch(0)
+    # Routers round in single precision where the gradients of shared tokens meet.
+    if family != "qwen3_moe":
+        batch = with_shared_beginnings(batch)
     algorithm = Algorithm(loss="ppo_clip", entropy=0.1, kl=Kl(place="loss", coefficient=0.1))
     whole, _ = learn(model, batch, TRAIN, algorithm)
     assert all(map(is_adapter, whole.grads))
@@ -134,7 +138,7 @@ def test_an_update_is_the_plain_one_under_any_split_and_padding(family: str):
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "ppo_clip"])
 def test_every_loss_updates_the_adapter_as_the_plain_one_does(loss: str):
-    model, batch = adapted("qwen3"), random_batch(0)
+    model, batch = adapted("qwen3"), with_shared_beginnings(random_batch(0))
     expected = reference_update(model, batch, TRAIN, algorithm(loss))
     assert_same(learn(model, batch, TRAIN, algorithm(loss), budget=30)[0], expected, 1e-9)
 

@@ -24,7 +24,7 @@ from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRe
 from practicum.recipe.schema.recipe import Train
 from tests.engines.engines import engine_of, generate, sampling
 
-from .reference import random_batch, reference_update, take, tiny
+from .reference import random_batch, reference_update, take, tiny, with_shared_beginnings
 from .updates import assert_same, learn
 
 TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
@@ -97,7 +97,7 @@ def replaying(batch: UpdateBatch, experts: Ragged) -> UpdateBatch:
 @pytest.mark.parametrize("loss", ["supervised", "ppo_clip", "gspo"])
 def test_an_update_by_own_routing_equals_the_padded_reference(loss):
     algorithm = Algorithm(loss=loss, advantage="none" if loss == "supervised" else "grpo")
-    batch = random_batch(3)
+    batch = with_shared_beginnings(random_batch(3))
     theirs = reference_update(EXACT, batch, TRAIN, algorithm)
     mine, _ = learn(EXACT, batch, TRAIN, algorithm, budget=40)
     # Routers weigh in single precision, and a shared prompt's gradients meet before them.
@@ -106,7 +106,7 @@ def test_an_update_by_own_routing_equals_the_padded_reference(loss):
 
 @pytest.mark.parametrize("budget", [10, 60, 2048])
 def test_replayed_experts_give_the_logprobs_of_the_forward_that_took_them(budget):
-    batch = random_batch(4)
+    batch = with_shared_beginnings(random_batch(4))
     learner = Learner(copy.deepcopy(MODEL), TRAIN, ALGORITHM)
     learner.trunk.token_budget = budget
     own = own_experts(learner.model, batch)
@@ -180,17 +180,19 @@ def test_sessions_without_advantage_replay_too():
     assert metrics["gap_max"] < 1e-5
 
 
-def test_rows_share_a_prompt_only_if_its_recorded_experts_are_equal():
+def test_rows_share_tokens_only_if_their_recorded_experts_are_equal():
     ids = Ragged.from_rows([torch.tensor([1, 2, 3])] * 3)
     answers = Ragged.from_rows([torch.tensor([4, 5])] * 3)
     experts = torch.arange(3 * 5 * 4).view(3, 5, 2, 2) % EXPERTS
     experts[1, :3] = experts[0, :3]
     rows = RowSpans(ids, answers, RowExtras(routed_experts=Ragged.from_rows(list(experts))))
-    packed = rows.pack([0, 1, 2])
-    assert packed.ids_N.tolist() == [1, 2, 3, 1, 2, 3, 4, 4, 4]
+    packed, tree = rows.pack([0, 1, 2]), rows.tokens.tree([0, 1, 2])
     assert packed.experts_N is not None
-    expected = [experts[0, :3], experts[2, :3], experts[0, 3:4], experts[1, 3:4], experts[2, 3:4]]
-    assert torch.equal(packed.experts_N, torch.cat(expected))
+    assert len(packed.ids_N) == 3 + 3 + 1 + 1 + 1
+    for i, path_N in tree.paths.items():
+        path = torch.from_numpy(path_N)
+        assert packed.ids_N[path].tolist() == [1, 2, 3, 4]
+        assert torch.equal(packed.experts_N[path], experts[i, :4])
 
 
 def test_the_critic_routes_by_itself():

@@ -19,7 +19,15 @@ from practicum.observe.metrics import METRICS
 from practicum.recipe.schema.algorithm_sections import Algorithm, Kl
 from practicum.recipe.schema.recipe import Train
 
-from .reference import FAMILIES, padded_tokens, random_batch, reference_update, take, tiny
+from .reference import (
+    FAMILIES,
+    padded_tokens,
+    random_batch,
+    reference_update,
+    take,
+    tiny,
+    with_shared_beginnings,
+)
 from .updates import assert_same, learn
 
 EXACT = 1e-9
@@ -50,7 +58,7 @@ def algorithm(loss: Any = "ppo_clip", **more: Any) -> Algorithm:
 def test_update_equals_the_padded_reference_under_any_cut_and_order(
     seed, family, loss, aggregation, budget, temperature, entropy, place, old, random
 ):
-    batch = random_batch(seed)
+    batch = with_shared_beginnings(random_batch(seed))
     if not old:
         batch = replace(batch, old_logprobs=None)
     place = "off" if loss == "supervised" else place
@@ -164,6 +172,16 @@ def test_metrics_are_documented_and_absent_where_they_mean_nothing():
     _, supervised = learn(MODELS["gpt2"], bare, TRAIN, algorithm("supervised"))
     assert not {"ratio", "kl", "gap_mean", "approx_kl", "clipped_low"} & supervised.keys()
     assert supervised["tokens"] == int(batch.response_mask.values.sum())
+
+
+def test_equal_beginnings_are_computed_once():
+    batch = with_shared_beginnings(random_batch(3))
+    learner = Learner(MODELS["qwen3"], TRAIN, algorithm())
+    learner.update(batch)
+    pairs = zip(batch.prompt_ids.rows, batch.response_ids.rows, batch.response_mask.rows, strict=True)
+    rows = [(*prompt.tolist(), *response.tolist())[:-1] for prompt, response, mask in pairs if mask.any()]
+    assert learner.row_tokens == sum(map(len, rows))
+    assert learner.packed_tokens == len({row[: n + 1] for row in rows for n in range(len(row))})
 
 
 def test_metrics_do_not_depend_on_the_cut():

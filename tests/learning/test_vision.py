@@ -166,14 +166,19 @@ def test_logprobs_of_what_the_engine_sampled_are_the_engine_s():
 
 def test_rows_share_a_prompt_only_if_its_pictures_are_equal():
     batch = vision_batch()
-    packed = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras).pack([0, 1, 2, 3])
-    assert packed.images == (ONE, OTHER)
-    assert packed.image_prompts == (slice(0, 7), slice(7, 14))
-    assert packed.ids_N.tolist() == ROWS[0][0] + ROWS[1][0] + ROWS[2][0] + [8, 9] + [11] + [8, 9, 10]
-    assert packed.positions_N[:7].tolist() == [
-        [0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [1, 2, 2], [3, 3, 3], [4, 4, 4]
-    ]  # fmt: skip
-    assert packed.positions_N[17:].tolist() == [[n] * 3 for n in (5, 6, 5, 3, 4, 5)]
+    rows = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras)
+    packed, tree = rows.pack([0, 1, 2, 3]), rows.tokens.tree([0, 1, 2, 3])
+    shown = {images.digest: place for images, place in zip(packed.images, packed.image_prompts, strict=True)}
+    assert shown.keys() == {ONE.digest, OTHER.digest}
+    assert batch.extras is not None
+    assert batch.extras.position_ids is not None
+    for i, path_N in tree.paths.items():
+        path = torch.from_numpy(path_N)
+        prompt, response, images = ROWS[i]
+        assert packed.ids_N[path].tolist() == [*prompt, *response][:-1]
+        assert torch.equal(packed.positions_N[path], batch.extras.position_ids[i][:-1])
+        if images is not None:
+            assert shown[images.digest].tolist() == path[: len(prompt)].tolist()
 
 
 def test_gradients_reach_the_vision_tower_and_do_not_depend_on_the_cut():

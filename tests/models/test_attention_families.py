@@ -77,8 +77,9 @@ def test_hidden_states_and_gradients_are_the_plain_models(name: str, monkeypatch
     attend = PackedLayout.attend
     monkeypatch.setattr(PackedLayout, "attend", lambda *args: (used.append(args[-1]), attend(*args))[1])
     ids = torch.randint(0, 64, (40,), generator=torch.Generator().manual_seed(1))
-    prompt, responses = ids[:9], (ids[9:30], ids[20:40])
-    packed = RowSpans(Ragged.from_rows([prompt] * 2), Ragged.from_rows(list(responses))).pack([0, 1])
+    # The first and the last response begin alike, by more tokens than the window has.
+    prompt, responses = ids[:9], (ids[9:30], ids[20:40], torch.cat([ids[9:17], ids[30:40]]))
+    packed = RowSpans(Ragged.from_rows([prompt] * 3), Ragged.from_rows(list(responses))).pack([0, 1, 2])
     mine_M = PackedModel(model, Train()).hidden(packed)
     theirs_M = torch.cat([plain_hidden(model, torch.cat([prompt, r[:-1]]))[8:] for r in responses])
     torch.testing.assert_close(mine_M, theirs_M, rtol=1e-4, atol=1e-4)

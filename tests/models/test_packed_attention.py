@@ -17,7 +17,7 @@ from practicum.models.padded_attention import AttentionRule
 
 
 def segments_of(prompts, responses):
-    """Prompts by length; responses by (prompt, length)."""
+    """Prompts by length; continuations by (earlier segment, length)."""
     lengths = np.array([*prompts, *(length for _, length in responses)], dtype=np.int64)
     prefixes = np.array([*([-1] * len(prompts)), *(prompt for prompt, _ in responses)], dtype=np.int64)
     return Segments(lengths.cumsum() - lengths, lengths, prefixes)
@@ -30,9 +30,11 @@ def dense_mask(segments, window=None):
     for start, length, prefix in zip(segments.starts, segments.lengths, segments.prefixes, strict=True):
         for i in range(start, start + length):
             sees[i, start : i + 1] = True
-            if prefix >= 0:
-                first = segments.starts[prefix]
-                sees[i, first : first + segments.lengths[prefix]] = True
+            above = prefix
+            while above >= 0:
+                first = segments.starts[above]
+                sees[i, first : first + segments.lengths[above]] = True
+                above = segments.prefixes[above]
             seen = sees[i].nonzero().squeeze(1)  # prefixes lie before what continues them
             sees[i, seen[: -window or None] if window and len(seen) > window else seen[:0]] = False
     return sees
@@ -63,7 +65,7 @@ def tensors(total, heads, kv_heads, seed, dtype=torch.float64) -> tuple[Tensor, 
 @settings(max_examples=100)
 @given(
     prompts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
-    responses=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 15)), max_size=12),
+    responses=st.lists(st.tuples(st.integers(0, 16), st.integers(0, 15)), max_size=12),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (4, 1)]),
     chunk=st.sampled_from([1, 3, 8, 1024]),
     few_scores=st.sampled_from([0, 50, 10**9]),
@@ -76,7 +78,8 @@ def tensors(total, heads, kv_heads, seed, dtype=torch.float64) -> tuple[Tensor, 
 def test_output_and_gradients_equal_dense_attention(
     prompts, responses, heads, chunk, few_scores, mask_keys, window, softcap, has_sinks, on_cpu
 ):
-    segments = segments_of(prompts, [(p % len(prompts), n) for p, n in responses])
+    count = len(prompts)
+    segments = segments_of(prompts, [(p % (count + i), n) for i, (p, n) in enumerate(responses)])
     inputs = tensors(int(segments.lengths.sum()), *heads, seed=len(responses))
     sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64).requires_grad_() if has_sinks else None
     rule = AttentionRule(0.3, window, softcap, sinks)

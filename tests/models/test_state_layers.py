@@ -30,8 +30,9 @@ from tests.models.families import DENSE, REFUSED, STATE, tiny_family
 
 model_of = cache(tiny_family)
 IDS = torch.randint(3, 64, (90,), generator=torch.Generator().manual_seed(1))
-# Three responses share the first prompt, one of a single token; others have one of their own.
-ROWS = [(0, 9, 30), (0, 9, 10), (0, 9, 12), (20, 27, 60), (40, 41, 43), (3, 12, 50)]
+IDS[62:74] = IDS[:12]
+# Four responses share the first prompt, and the last of them more; others have one of their own.
+ROWS = [(0, 9, 30), (0, 9, 10), (0, 9, 12), (20, 27, 60), (40, 41, 43), (3, 12, 50), (62, 71, 88)]
 
 
 def packed_rows() -> Any:

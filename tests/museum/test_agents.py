@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
+from practicum.processes.http_server import Refusal
 from practicum.sessions.chat import Chat
-from practicum.sessions.endpoint.agent_session import AgentSession
+from practicum.sessions.endpoint import dialects
+from practicum.sessions.endpoint.agent_session import AgentSession, _Place
+from practicum.sessions.endpoint.dialects import ChatCompletions
 from practicum.sessions.session import Trajectory
 
 from ..sessions.endpoint.driven import CALL, TOKENIZER, TOOL, Running, Writer, chat_session, user, with_agent
+from ..sessions.sessions import byte_tokenizer, session_of
 
 OPENING = [user("1+2?")]
+RESULT = "3 and 7"
 TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
 
 
@@ -137,3 +142,104 @@ def test_turns_before_a_rewritten_context_that_are_masked(monkeypatch: pytest.Mo
     monkeypatch.setattr(AgentSession, "_note_difference", masks)
     with pytest.raises(AssertionError, match="sampled tokens are not trained"):
         ask_thrice()
+
+
+def answer_calls(template: str = "chatml", *, stream: bool = False) -> None:
+    """Call a tool twice. The tokens before each turn must have the turns so far, and the results."""
+    writer, tokenizer = Writer(texts=[f"so\n{CALL}"]), byte_tokenizer(template)
+    session = session_of("1+2?", writer, tokenizer, chat=True, agent={"turns": 64})
+
+    async def client(running: Running) -> None:
+        messages = list(OPENING)
+        for number in range(3):
+            asked = {"messages": messages, "tools": TOOLS, "stream": stream and number > 0}
+            response = await running.post("chat/completions", asked)
+            assert response.status_code == 200, "the request is refused"
+            if stream and number:
+                continue
+            before = writer.sampled[-1].before
+            assert before[: len(seen)] == seen, "the model saw something else"
+            assert tokenizer.decode(before).count(RESULT) == number, "the model did not see the result"
+            seen[:] = [*before, *writer.sampled[-1].tokens]
+            said = response.json()["choices"][0]["message"]
+            (call,) = said["tool_calls"]
+            messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": RESULT}]
+
+    seen: list[int] = []
+    with_agent(session, client)
+
+
+def test_results_of_tools_that_the_template_leaves_out(monkeypatch: pytest.MonkeyPatch):
+    """verl-project/verl#6406: a chat template that shows results only of calls in its own format dropped them
+    silently: the model never saw what its tools returned."""
+    answer_calls()
+    with pytest.raises(AssertionError, match="the request is refused"):
+        answer_calls("leaves_out_results")
+    monkeypatch.setattr("practicum.sessions.chat.message_text", lambda _: "")
+    with pytest.raises(AssertionError, match="the model did not see the result"):
+        answer_calls("leaves_out_results")
+
+
+def test_turns_that_are_written_again_from_their_parsed_calls(monkeypatch: pytest.MonkeyPatch):
+    """NVIDIA-NeMo/Gym#1787: earlier turns were rendered anew from parsed text and calls, and tokenised anew:
+    what the model saw did not begin with what it had sampled."""
+    answer_calls()
+
+    def rendered(self: AgentSession, turns: Any, new: Any, written: str, context: str, peek: bool) -> Any:
+        said = {"role": "assistant", "content": "so"}
+        messages = [*turns[0].messages, *([said] if turns[0].trajectory.turns else []), *(new or [])]
+        name = self._name(b"", repr(messages), peek)
+        session = self.session.branch(int.from_bytes(name))
+        session.new_trajectory(messages)
+        return _Place(None, session, session.plan(None), name, context)
+
+    monkeypatch.setattr(AgentSession, "_continue", rendered)
+    with pytest.raises(AssertionError, match="the model saw something else"):
+        answer_calls()
+
+
+def test_streams_that_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """NVIDIA-NeMo/Gym#2130: requests for streams failed validation, so programs that stream had to go past
+    the endpoint."""
+    answer_calls(stream=True)
+    read = ChatCompletions.read
+
+    def refuses(self: ChatCompletions, data: Any, replies: Any) -> Any:
+        if data.get("stream"):
+            raise Refusal(422, "stream: expected false")
+        return read(self, data, replies)
+
+    monkeypatch.setattr(ChatCompletions, "read", refuses)
+    with pytest.raises(AssertionError, match="the request is refused"):
+        answer_calls(stream=True)
+
+
+def test_stop_texts_that_are_ignored(monkeypatch: pytest.MonkeyPatch):
+    """huggingface/text-generation-inference#1619: `stop` was not read (nor by AReaL's client in its exact
+    mode), so an agent that waits for it got the model's idea of what comes next."""
+
+    def ask() -> None:
+        async def client(running: Running) -> None:
+            said = await running.chat(OPENING, stop=["STOP"])
+            assert said["message"]["content"] == "ab ", "the turn went on"
+
+        (row,) = with_agent(chat_session(Writer(texts=["ab STOP b"])), client)
+        assert TOKENIZER.decode(row.sampled()[0]) == "ab STOP", "more is trained than the client saw"
+
+    ask()
+    monkeypatch.setattr(dialects, "_stops", lambda _: ())
+    with pytest.raises(AssertionError, match="the turn went on"):
+        ask()
+
+
+def test_retries_that_are_trained_as_samples(monkeypatch: pytest.MonkeyPatch):
+    """vectorize-io/hindsight#1567: clients send a slow request again. Where each is a turn, it is sampled and
+    trained once for every try."""
+
+    async def client(running: Running) -> None:
+        for retry in ("0", "1", "2"):
+            await running.chat(OPENING, {"x-stainless-retry-count": retry})
+
+    assert [t.turns for t in with_agent(chat_session(Writer()), client)] == [1]
+    monkeypatch.setattr(AgentSession, "_repeated", lambda *_: None)
+    assert [t.turns for t in with_agent(chat_session(Writer()), client)] == [1, 1, 1]

@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
+from practicum.checks.invariants import logprob_gap
 from practicum.compat.peft import ADAPTER
+from practicum.dataplane.ragged import Ragged
 from practicum.engines.torch import torch_engine
 from practicum.engines.torch.make_torch import TorchKind
 from practicum.engines.torch.model_runner import ModelRunner
 from practicum.engines.torch.prompt_cache import CachedSequence, SequenceCache
 from practicum.errors import CheckError, EngineError
+from practicum.learning.learner import Learner
 from practicum.learning.packed_model import PackedModel
+from practicum.learning.packing import RowExtras
 from practicum.models import attention, load_model
 from practicum.models.offloaded_weights import take_weights
-from practicum.models.packed_attention import PackedLayout
+from practicum.models.packed_attention import Ints, PackedLayout, Segments
 from practicum.models.padded_attention import AttentionRule
 from practicum.models.state_layers import StateLayer
-from practicum.recipe.schema.recipe import Train
+from practicum.models.token_tree import TokenRows
+from practicum.recipe.schema.algorithm_sections import Algorithm
+from practicum.recipe.schema.recipe import Checks, Train
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.student import StudentRole
 from practicum.runtime.local import LocalRoles
 
+from ..learning.reference import random_batch, with_shared_beginnings
+from ..learning.test_moe import MODEL, other_experts, slow_logprobs
 from ..models.families import tiny_family
 from ..models.test_attention_families import family
 from .steps import passes, started, take_steps
@@ -182,6 +192,51 @@ def test_a_state_that_passes_from_row_to_row(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(PackedLayout, "mix", as_one_sequence)
     with pytest.raises(EngineError, match=r"Qwen3_5ForCausalLM: packed rows differ from the model's"):
         PackedModel(model, Train())
+
+
+def test_a_branch_that_sees_only_the_root(monkeypatch: pytest.MonkeyPatch):
+    """verl-project/verl#6689: the mask of a prefix tree knew one prefix and its leaves, so in a deeper tree
+    a leaf did not see the branch that it continues."""
+    model = tiny_family("qwen3")
+    assert PackedModel(model, Train()).gap < 1e-5
+
+    def root_of(segments: Segments) -> list[Ints]:
+        starts, ends = segments.starts, segments.starts + segments.lengths
+        return [np.arange(starts[0], ends[0]) if prefix >= 0 else starts[:0] for prefix in segments.prefixes]
+
+    monkeypatch.setattr(Segments, "before", root_of)
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's forward pass"):
+        PackedModel(model, Train())
+
+
+def test_a_branch_that_sees_its_siblings(monkeypatch: pytest.MonkeyPatch):
+    """allenai/open-instruct#669: rows that were packed together attended to all that was before them."""
+    model = tiny_family("qwen3")
+    assert PackedModel(model, Train()).gap < 1e-5
+
+    def all_before(segments: Segments) -> list[Ints]:
+        return [np.arange(start) for start in segments.starts.tolist()]
+
+    monkeypatch.setattr(Segments, "before", all_before)
+    with pytest.raises(EngineError, match=r"packed rows differ from the model's forward pass"):
+        PackedModel(model, Train())
+
+
+def test_rows_that_share_tokens_of_other_experts(monkeypatch: pytest.MonkeyPatch):
+    """NovaSky-AI/SkyRL#1908: recorded experts were replayed at tokens that had taken others."""
+    batch, engine = random_batch(4), MODEL
+    experts = other_experts(with_shared_beginnings(batch))
+    batch = replace(with_shared_beginnings(batch), extras=RowExtras(routed_experts=experts))
+    plain = Ragged.packed(slow_logprobs(engine, batch, experts), batch.response_ids.lengths)
+
+    def found() -> str | None:
+        learner = Learner(copy.deepcopy(engine), Train(), Algorithm(loss="reinforce"))
+        return logprob_gap(learner.update(replace(batch, plain_logprobs=plain)), Checks().logprob_gap_max)
+
+    assert found() is None
+    make = TokenRows.__init__
+    monkeypatch.setattr(TokenRows, "__init__", lambda self, *parts: make(self, *parts[:3]))
+    assert found()
 
 
 def test_dropout_that_is_left_on(monkeypatch: pytest.MonkeyPatch):

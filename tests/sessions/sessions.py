@@ -36,6 +36,9 @@ TEMPLATES = {
         "{{ m.content | trim }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
+    "leaves_out_results": _CHATML.replace("CONTENT", "m.content").replace(
+        "for m in messages", "for m in messages if m.role != 'tool'"
+    ),
     "refuses_tools": (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool role') }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"

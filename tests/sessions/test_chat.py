@@ -242,6 +242,7 @@ def test_tools_are_shown_in_every_context():
     ("template", "new", "reason"),
     [
         ("refuses_tools", [tool_result("calculator", "1")], r"refused a conversation \(user, .*tool\)"),
+        ("leaves_out_results", [user("2"), tool_result("calculator", "1")], "leaves out a tool message"),
         ("chatml", [{"role": "user", "content": [{"type": "image"}]}], "content that is not text: images"),
         ("chatml", [{"role": "user", "content": None}], "content that is not text"),
         ("chatml", [{"role": "user"}], "expected role and content"),

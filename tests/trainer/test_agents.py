@@ -15,6 +15,7 @@ from practicum.sessions.endpoint.programs import AgentTask
 from practicum.sessions.session import Session
 from practicum.trainer.run import train_loaded
 from tests.cluster import descendants, still_running
+from tests.teachers.tiny_reward_models import save_classifier
 
 from .recipes import TINY, tiny
 from .test_run import metrics_of, same_run, stop_after, weights_of
@@ -42,7 +43,8 @@ def fails_at_times(task: AgentTask) -> float:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The run's metrics without those of time and of requests."""
     kept = [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "agent/"))} for row in metrics_of(folder)
+        {k: v for k, v in row.items() if not k.startswith(("time/", "agent/", "shared/"))}
+        for row in metrics_of(folder)
     ]
     return [{k: v for k, v in row.items() if "second" not in k} for row in kept]
 
@@ -50,6 +52,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lag": {"rollout": TINY["rollout"] | {"lag": 1}},
+    "reward model": {},
     "lora and a teacher": {
         "model": TINY["model"] | {"lora": {"rank": 4}},
         "teachers": {"old": {"student": {"every": 2}}},
@@ -72,13 +75,18 @@ def test_an_agent_of_one_turn_trains_as_the_built_in_loop(kind: str, tmp_path: P
         (tmp_path / "asking.py").write_text(ASKS)
         function = {"function": f"{tmp_path}/asking:asks", "python": sys.executable}
     before = descendants()
+    reward: dict[str, Any] = REWARD
+    if kind == "reward model":
+        save_classifier(tmp_path / "judge")
+        reward = REWARD | {"models": {"judge": {"model": str(tmp_path / "judge"), "label": 1}}}
     for name, loop in (("built_in", "single_turn"), ("agent", function)):
         (tmp_path / name).mkdir()
-        sections = {"agent": {"loop": loop}, "reward": REWARD} | RUNS[kind]
+        sections = {"agent": {"loop": loop}, "reward": reward} | RUNS[kind]
         train_loaded(tiny(tmp_path / name, **sections), tmp_path / name / "run")
     assert not still_running({pid: x for pid, x in descendants().items() if pid not in before})
     runs = [tmp_path / name / "run" for name in ("built_in", "agent")]
     assert numbers(runs[0]) == numbers(runs[1])
+    assert any(name.startswith("eval/") for name in numbers(runs[1])[0])
     ours, theirs = (weights_of(run) for run in runs)
     assert all(ours[name].equal(theirs[name]) for name in ours)
     last = metrics_of(runs[1])[-1]

@@ -120,7 +120,7 @@ def test_whoever_stops_answering_ends_the_run_with_its_name(
 
 def _same_numbers(one: Path, other: Path) -> None:
     """Bit for bit, but for what a death or the clock makes."""
-    told = ("time/", "cluster/", "rollout/tokens_per_second")
+    told = ("time/", "shared/", "cluster/", "rollout/tokens_per_second")
     rows = [
         [{k: v for k, v in row.items() if not k.startswith(told)} for row in metrics_of(folder)]
         for folder in (one, other)

@@ -80,7 +80,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """The run's metrics without what the clock says."""
-    timed = re.compile(r"time/.*|rollout/tokens_per_second|teacher/.*/seconds|teachers/overlap_fraction")
+    timed = re.compile(
+        r"time/.*|rollout/tokens_per_second|teacher/.*/seconds|teachers/overlap_fraction|shared/.*"
+    )
     return [{k: v for k, v in row.items() if not timed.fullmatch(k)} for row in metrics_of(folder)]
 
 

@@ -30,7 +30,7 @@ from .test_run import metrics_of, stop_after, weights_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TIMED = re.compile(
-    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|balance/.*|padding/.*"
+    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|shared/.*|balance/.*|padding/.*"
 )
 """Metrics that the clock, the number of ranks or where a teacher lives makes."""
 STEPS = {"steps": 3, "prompts": 4, "lr": 1e-3, "eps": 1e-3}

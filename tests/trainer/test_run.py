@@ -39,7 +39,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    timed = ("time/", "rollout/tokens_per_second")
+    timed = ("time/", "shared/", "rollout/tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 

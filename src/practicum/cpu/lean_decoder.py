@@ -67,8 +67,19 @@ class LeanDecoder:
         self._eps = torch.tensor(model.config.rms_norm_eps, device=model.device)
         self.packed = PackedWeights()
 
-    def __call__(self, ids_N: Tensor, positions_N: Tensor, attend: Attend, *, pack: bool = False) -> Tensor:
-        """Return what `models.attention.packed_forward` does, to the bit; `pack` makes packed weights."""
+    def __call__(
+        self,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        *,
+        pack: bool = False,
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `models.attention.packed_forward` does, to the bit; `pack` makes packed weights.
+
+        Given `wanted_M`, return and finish these tokens alone, each of them once.
+        """
         base, eps, tokens = self._base, self._eps, len(ids_N)
         rows = padded_tokens(tokens, self._width)
         hidden_N = base.embed_tokens(pad_rows(ids_N, rows))
@@ -91,6 +102,9 @@ class LeanDecoder:
             if tokens < rows:
                 both, value = both[:tokens], value[:tokens]
             attended = attend(i, both[:, :heads], both[:, heads:], value, module.scaling)
+            if wanted_M is not None and layer is base.layers[-1]:
+                tokens, rows = len(wanted_M), padded_tokens(len(wanted_M), self._width)
+                attended, hidden_N = attended[wanted_M], pad_rows(hidden_N[wanted_M], rows)
             hidden_N = multiply(pad_rows(attended, rows).flatten(1), module.o_proj, "add", hidden_N)
             normed = _norm(hidden_N, layer.post_attention_layernorm, eps)
             gate = silu(multiply(normed, layer.mlp.gate_proj), inplace=True)

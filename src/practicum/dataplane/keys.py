@@ -39,6 +39,8 @@ class Tags:
     prompt_tokens: int = 0
     response_tokens: int = 0
     sampled_tokens: int = 0
+    shared_tokens: int = 0
+    """Sampled tokens that the engine computed for another session, equal so far."""
     version_min: int = 0
     version_max: int = 0
     domain: str = ""

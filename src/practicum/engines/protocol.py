@@ -157,6 +157,8 @@ class Generation:
     """For MoE models, the experts of each input token [P + R - 1, L, E]. The last token was no input."""
     topk_ids: Tensor | None = None
     """The most likely tokens at each position [R, K], if `Sampling.report` asks for them."""
+    shared: int = 0
+    """Number of its tokens that the engine computed for another generation with equal tokens so far."""
 
 
 @dataclass(slots=True)

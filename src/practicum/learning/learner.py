@@ -55,7 +55,8 @@ class Learner(TrainedModel):
 
     `temperature` is that of the rollouts; supervised training is at temperature 1. Of the last update,
     `by_group` has sums by the batch's groups, `trace` the tokens of recorded rows, and `weight` the summed
-    weights of the tokens in its loss.
+    weights of the tokens in its loss. `row_tokens` are the input tokens of its rows, of which `packed_tokens`
+    were computed.
 
     On several ranks (`parallel`) each has a shard of the weights and its rows of each mini-batch. Every
     method is then called on all ranks, and all get the same metrics.
@@ -77,6 +78,7 @@ class Learner(TrainedModel):
         self.model = model
         self.objective = Objective(algorithm, teaching)
         self.by_group, self.weight = TeacherSums(), 0.0
+        self.row_tokens = self.packed_tokens = 0
         self.shares: PartShares | None = None
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
@@ -132,6 +134,7 @@ class Learner(TrainedModel):
         self.stepper.zero_missing_grads()
         report = self.join(report)
         self.by_group, self.weight = report.groups, report.weight
+        self.row_tokens, self.packed_tokens = report.row_tokens, report.packed_tokens
         if job.trace is not None:
             job.trace.total = report.absolute
         if trunk.halved > halved:
@@ -177,6 +180,8 @@ class Learner(TrainedModel):
         weighted_M = columns["weights"] * losses.loss_M
         loss = weighted_M.sum() if inserted is None else weighted_M.sum() + inserted
         report.tokens += len(column_M)
+        report.row_tokens += packed.row_tokens
+        report.packed_tokens += len(packed.ids_N)
         report.weight += float(columns["weights"].double().sum())
         report.add("loss", float(loss.detach()))
         report.absolute += float(weighted_M.detach().abs().sum())
@@ -260,6 +265,8 @@ class _Report:
     load: RouterLoad | None = None
     absolute: float = 0.0
     """Summed absolute losses of the tokens."""
+    row_tokens: int = 0
+    packed_tokens: int = 0
 
     def add(self, name: str, part: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + part
@@ -268,6 +275,8 @@ class _Report:
         self.tokens += other.tokens
         self.idle_tokens += other.idle_tokens
         self.absolute += other.absolute
+        self.row_tokens += other.row_tokens
+        self.packed_tokens += other.packed_tokens
         self.weight += other.weight
         for name, part in other.totals.items():
             self.add(name, part)

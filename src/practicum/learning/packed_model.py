@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -12,13 +12,14 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.compat.transformers import checkpoint_layers, uses_attention
+from practicum.cpu.batch_invariance import mlp_width
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
 from practicum.learning.packing import Packed, RowExtras, RowSpans
 from practicum.learning.parallel import Parallel, Root
 from practicum.learning.update_batch import RouterLoad
-from practicum.models.attention import laid_out, packed_forward
+from practicum.models.attention import computing_only, laid_out, packed_forward
 from practicum.models.experts import routes_of
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.models.lora import text_layers
@@ -59,6 +60,10 @@ class PackedModel:
             self.token_budget = min(self.token_budget, CPU_MICROBATCH_TOKENS)
         self.halved = 0
         """Number of times that the token budget was halved because memory ran out."""
+        mlp = getattr(next(reversed(text_layers(model).values()), None), "mlp", None)
+        # Routers record the experts of all tokens, and return more than the output in some families.
+        is_plain = isinstance(mlp, nn.Module) and not any("expert" in name for name, _ in mlp.named_modules())
+        self._last_mlp = mlp if is_plain and self.routes is None else None
         self._tokens = 0
         """Input tokens of the current micro-batch."""
         self.autocast = train.autocast == "bfloat16"
@@ -140,7 +145,7 @@ class PackedModel:
 
     def _hidden(self, packed: Packed, load: RouterLoad | None) -> Tensor:
         pictures = self._picture_tokens(packed) if packed.images else None
-        with self._routed(packed, load):
+        with self._routed(packed, load), self._last_layer(packed):
             hidden_N = packed_forward(
                 self.model, packed.ids_N, packed.positions_N, packed.layout, packed.images, pictures
             )
@@ -153,14 +158,20 @@ class PackedModel:
             raise DataError(f"rows came with images, which {type(self.model).__name__} does not take")
         picture_N = torch.zeros_like(packed.ids_N, dtype=torch.bool)
         for images, place in zip(packed.images, packed.image_prompts, strict=True):
+            place = place.to(picture_N.device)
             ids = packed.ids_N[place].tolist()
             picture_N[place] = picture_tokens(config, ids, images).to(picture_N.device)
         return picture_N
 
     def backward(self, loss: Tensor, packed: Packed) -> None:
         # Layers that are computed again in the backward pass must take the same experts and rows again.
-        with self._routed(packed), laid_out(self.model, packed.layout, len(packed.ids_N)):
+        layout = laid_out(self.model, packed.layout, len(packed.ids_N))
+        with self._routed(packed), self._last_layer(packed), layout:
             loss.backward()
+
+    def _last_layer(self, packed: Packed) -> AbstractContextManager[None]:
+        """Inside, the last layer's MLP computes only the tokens that predict."""
+        return computing_only(self._last_mlp, packed.gather_M, mlp_width(self.model))
 
     @contextmanager
     def _routed(self, packed: Packed, load: RouterLoad | None = None) -> Iterator[None]:
@@ -196,18 +207,24 @@ class PackedModel:
 
     @torch.no_grad()
     def _self_test(self) -> float:
-        """Compare hidden states of packed rows that share a prompt with the model's own forward."""
+        """Compare hidden states of packed rows that begin alike with the model's own forward."""
         name = type(self.model).__name__
         if not uses_attention(self.model):
             raise EngineError(
                 f"practicum can't train {name}, because its attention can't be replaced (transformers' "
                 "AttentionInterface)"
             )
+        allowed = _TOLERANCE[self.model.dtype]
+        if seam_of(self.model).states:  # these layers compute in float32 whatever the model's dtype is
+            allowed = max(allowed, _TOLERANCE[torch.float32])
         ran: list[nn.Module] = []
         layers = [] if self.parallel is None else [*text_layers(self.model).values()]
         hooks = [layer.register_forward_pre_hook(lambda module, _: ran.append(module)) for layer in layers]
         try:
             gap = self._probe_gap()
+            if not gap <= allowed:  # an MLP that mixes tokens
+                self._last_mlp = None
+                gap = self._probe_gap()
             self._end_pass()
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
             raise EngineError(f"{name} can't run packed rows: {type(error).__name__}: {error}") from error
@@ -216,9 +233,6 @@ class PackedModel:
                 hook.remove()
         if layers and ran != layers * (len(ran) // len(layers)):
             raise EngineError(f"{name} skips layers in some passes, so ranks can't shard them: use one rank")
-        allowed = _TOLERANCE[self.model.dtype]
-        if seam_of(self.model).states:  # these layers compute in float32 whatever the model's dtype is
-            allowed = max(allowed, _TOLERANCE[torch.float32])
         if not gap <= allowed:
             raise EngineError(
                 f"practicum can't train {name}: packed rows differ from the model's forward pass by {gap:.2g}"
@@ -228,7 +242,9 @@ class PackedModel:
 
     def _probe_gap(self) -> float:
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
-        prompts, responses = [ids[:5], ids[:5], ids[3:5]], [ids[5:9], ids[8:16], ids[9:12]]
+        # Three rows share a prompt, and two of these the first tokens of their responses.
+        prompts = [ids[:5], ids[:5], ids[3:5], ids[:5]]
+        responses = [ids[5:9], ids[8:16], ids[9:12], torch.cat([ids[5:7], ids[1:4]])]
         theirs, experts = [], []
         for prompt, response in zip(prompts, responses, strict=True):
             hidden_N, experts_N = self._own_forward(torch.cat([prompt, response[:-1]]))

@@ -1,15 +1,14 @@
 """Pack rows without padding: assign rows to forward passes, and lay them out.
 
-Rows with equal prompts share one prompt segment: equal in tokens, in images, and in recorded experts if
-these are replayed. A packed input is every distinct prompt once, then each row's response without its last
-token (which predicts nothing), with positions that continue after the prompt.
+Rows share what they have in common at their beginnings, prompt or response: equal in tokens, and in recorded
+experts if these are replayed. Prompts with images are shared as a whole. A packed input is a tree of
+segments (`models/token_tree.py`) of all rows without their last tokens, which predict nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.errors import DataError
-from practicum.models.packed_attention import PackedLayout, Segments
+from practicum.models.packed_attention import PackedLayout
+from practicum.models.token_tree import TokenRows, TokenTree
 from practicum.models.vision import Images, images_of
 
 
@@ -74,10 +74,12 @@ class Packed:
     """The response tokens."""
     column_M: Tensor
     """Where each response token is in the packed columns of the batch; always on the CPU."""
+    row_tokens: int = 0
+    """Input tokens of all rows, had they nothing in common."""
     images: tuple[Images, ...] = ()
     """Images of the distinct prompts that have any, in the order of their tokens; on the CPU."""
-    image_prompts: tuple[slice, ...] = ()
-    """Where those prompts are among the input tokens."""
+    image_prompts: tuple[Tensor, ...] = ()
+    """The places of those prompts' tokens among the input tokens; on the CPU."""
     experts_N: Tensor | None = None
     """Experts to replay for each input token [N, L, E], or None if the routers choose."""
 
@@ -102,19 +104,16 @@ class RowSpans:
         if extras is not None:
             extras.check([p + r for p, r in zip(self.prompt_lengths, self.lengths, strict=True)])
         self.extras = extras
-        self.names = [self._name(i) for i in range(len(self.prompts))]
         self.starts = np.cumsum([0, *self.lengths])
-
-    def _name(self, i: int) -> Hashable:
-        """Return a name that rows have in common if they may share a prompt segment."""
-        tokens, extras = self.prompts[i].numpy().tobytes(), self.extras
-        if extras is None:
-            return tokens
-        images = extras.images[i] if extras.images is not None else None
-        experts = b""
-        if extras.routed_experts is not None:
-            experts = extras.routed_experts[i][: self.prompt_lengths[i]].numpy().tobytes()
-        return tokens, images.digest if images is not None else b"", experts
+        pairs = zip(self.prompts, self.responses, strict=True)
+        inputs = [torch.cat(pair)[:-1].numpy() for pair in pairs]
+        kinds = fixed = experts = None
+        if extras is not None and extras.images is not None:
+            kinds = [b"" if images is None else images.digest for images in extras.images]
+            fixed = [p if kind else 0 for p, kind in zip(self.prompt_lengths, kinds, strict=True)]
+        if extras is not None and extras.routed_experts is not None:
+            experts = [x[:-1].numpy() for x in extras.routed_experts.rows]
+        self.tokens = TokenRows(inputs, kinds, fixed, experts)
 
     def microbatches(
         self,
@@ -133,14 +132,14 @@ class RowSpans:
             sampled = np.concatenate([[0], sampled_M.numpy().cumsum()])
             chosen = [i for i in chosen if sampled[self.starts[i + 1]] > sampled[self.starts[i]]]
         parts = plan_microbatches(
-            [self.names[i] for i in chosen],
-            [self.prompt_lengths[i] for i in chosen],
-            [self.lengths[i] for i in chosen],
+            self.tokens,
+            self.prompt_lengths,
+            [i for i in chosen if self.lengths[i]],
             token_budget,
-            None if sessions is None else [sessions[i] for i in chosen],
+            sessions,
         )
         for part in parts:
-            packed = self.pack([chosen[i] for i in part])
+            packed = self.pack(part)
             if sampled_M is not None:
                 wanted_M = sampled_M[packed.column_M]
                 names = ("gather_M", "target_M", "column_M")
@@ -149,100 +148,82 @@ class RowSpans:
 
     def pack(self, rows: Sequence[int]) -> Packed:
         """Lay out these rows; each must have a response token."""
-        place: dict[Hashable, int] = {}
-        parent = np.array([place.setdefault(self.names[i], len(place)) for i in rows])
-        firsts = [rows[i] for i in np.unique(parent, return_index=True)[1]]
-        prompt_lengths = np.array([self.prompt_lengths[i] for i in firsts])
-        response_lengths = np.array([self.lengths[i] for i in rows])
-
-        inputs = [self.prompts[i] for i in firsts] + [self.responses[i][:-1] for i in rows]
-        lengths = np.concatenate([prompt_lengths, response_lengths - 1])
-        starts = lengths.cumsum() - lengths
-        base = np.concatenate([np.zeros_like(prompt_lengths), prompt_lengths[parent]])
-        prefixes = np.concatenate([np.full_like(prompt_lengths, -1), parent])
-
-        # The first token of a response is predicted by its prompt's last token, the others by the one before.
-        row_starts = response_lengths.cumsum() - response_lengths
-        own_starts = starts[len(prompt_lengths) :]
-        gather = np.arange(response_lengths.sum()) + np.repeat(own_starts - 1 - row_starts, response_lengths)
-        gather[row_starts] = (starts + lengths)[parent] - 1
-        column = np.concatenate([np.arange(self.starts[i], self.starts[i + 1]) for i in rows])
+        tree = self.tokens.tree(rows)
+        spans = zip(tree.starts, (self.tokens.lengths[i] for i in tree.order), strict=True)
+        ids = [torch.cat([self.prompts[i], self.responses[i]]) for i in tree.order]
+        # A response token is predicted by the one before it.
+        gather = [tree.paths[i][self.prompt_lengths[i] - 1 :] for i in rows]
+        column = [np.arange(self.starts[i], self.starts[i + 1]) for i in rows]
         packed = Packed(
-            ids_N=torch.cat(inputs),
-            positions_N=torch.from_numpy(np.arange(lengths.sum()) + np.repeat(base - starts, lengths)),
-            layout=PackedLayout.of_segments(Segments(starts, lengths, prefixes)),
-            gather_M=torch.from_numpy(gather),
+            ids_N=_new_tokens(ids, tree.starts),
+            positions_N=torch.from_numpy(np.concatenate([np.arange(*span) for span in spans])),
+            layout=PackedLayout.of_segments(tree.segments),
+            gather_M=torch.from_numpy(np.concatenate(gather)),
             target_M=torch.cat([self.responses[i] for i in rows]),
-            column_M=torch.from_numpy(column),
+            column_M=torch.from_numpy(np.concatenate(column)),
+            row_tokens=sum(self.tokens.lengths[i] for i in rows),
         )
-        return packed if self.extras is None else self._add_extras(packed, rows, firsts, self.extras)
+        return packed if self.extras is None else self._add_extras(packed, tree, self.extras)
 
-    def _add_extras(
-        self, packed: Packed, rows: Sequence[int], firsts: Sequence[int], extras: RowExtras
-    ) -> Packed:
-        """Lay out the rows' extras as their tokens are; `firsts` are the rows whose prompts are packed."""
-
-        def inputs(column: Ragged) -> Tensor:
-            prompts = [column[i][: self.prompt_lengths[i]] for i in firsts]
-            return torch.cat(prompts + [column[i][self.prompt_lengths[i] : -1] for i in rows])
-
+    def _add_extras(self, packed: Packed, tree: TokenTree, extras: RowExtras) -> Packed:
+        """Lay out the rows' extras as their tokens are."""
         if extras.position_ids is not None:
-            packed = replace(packed, positions_N=inputs(extras.position_ids))
-        if extras.images is not None:
-            ends = np.cumsum([0, *(self.prompt_lengths[i] for i in firsts)]).tolist()
-            places = [slice(*place) for place in pairwise(ends)]
-            shown = [(extras.images[i], place) for i, place in zip(firsts, places, strict=True)]
-            packed = replace(
-                packed,
-                images=tuple(images for images, _ in shown if images is not None),
-                image_prompts=tuple(place for images, place in shown if images is not None),
-            )
+            rows = [extras.position_ids[i] for i in tree.order]
+            packed = replace(packed, positions_N=_new_tokens(rows, tree.starts))
         if extras.routed_experts is not None:
-            packed = replace(packed, experts_N=inputs(extras.routed_experts))
-        return packed
+            rows = [extras.routed_experts[i] for i in tree.order]
+            packed = replace(packed, experts_N=_new_tokens(rows, tree.starts))
+        images: list[Images] = []
+        prompts: list[Tensor] = []
+        for i, start in zip(tree.order, tree.starts, strict=True):
+            length, shown = self.prompt_lengths[i], extras.images[i] if extras.images is not None else None
+            if shown is not None and start < length:
+                images.append(shown)
+                prompts.append(torch.from_numpy(tree.paths[i][:length]))
+        return replace(packed, images=tuple(images), image_prompts=tuple(prompts))
+
+
+def _new_tokens(rows: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
+    """Join the tokens that each row adds: from its start on, without the last."""
+    return torch.cat([row[start:-1] for row, start in zip(rows, starts, strict=True)])
 
 
 def plan_microbatches(
-    names: Sequence[Hashable],
+    tokens: TokenRows,
     prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    rows: Sequence[int],
     token_budget: int,
     sessions: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the row indices of each micro-batch, at most `token_budget` packed tokens each.
+    """Return the rows of each micro-batch, at most `token_budget` packed tokens each.
 
-    Rows with equal prompt names stay together where they fit; rows of one session always do, if `sessions`
-    is given. A row or session longer than the budget goes alone. Rows without response tokens are in none.
+    Rows whose prompts begin with the same prompt stay together where they fit; rows of one session always do,
+    if `sessions` is given. A row or session longer than the budget goes alone.
     """
-    units: dict[Hashable, list[int]] = {}
-    for i, length in enumerate(response_lengths):
-        if length:
-            units.setdefault(i if sessions is None else sessions[i], []).append(i)
-    bundles: dict[Hashable, list[list[int]]] = {}
-    for unit in units.values():
-        bundles.setdefault(names[unit[0]], []).append(unit)
+    units: dict[int, list[int]] = {}
+    for i in rows:
+        units.setdefault(i if sessions is None else sessions[i], []).append(i)
 
     def longest(unit: list[int]) -> int:
-        return max(prompt_lengths[i] + response_lengths[i] for i in unit)
+        return max(tokens.lengths[i] for i in unit)
 
-    def cost(rows: Sequence[int], present: set[Hashable]) -> int:
-        prompts = {names[i]: prompt_lengths[i] for i in rows if names[i] not in present}
-        return sum(prompts.values()) + sum(response_lengths[i] - 1 for i in rows)
-
-    # Longest first: rows of a micro-batch are alike, and what does not fit in memory fails first.
-    for bundle in bundles.values():
-        bundle.sort(key=lambda unit: (-longest(unit), unit[0]))
+    roots = tokens.roots(rows, prompt_lengths)
+    bundles: dict[Hashable, list[list[int]]] = {}
+    for unit in units.values():
+        bundles.setdefault(roots[unit[0]], []).append(unit)
     batches: list[list[int]] = []
-    present: set[Hashable] = set()
+    present: list[int] = []
     room = 0
-    for bundle in sorted(bundles.values(), key=lambda b: (-longest(b[0]), b[0][0])):
-        if room < cost([i for unit in bundle for i in unit], present) <= token_budget:
+    # Longest first: rows of a micro-batch are alike, and what does not fit in memory fails first.
+    for bundle in sorted(bundles.values(), key=lambda b: (-max(map(longest, b)), b[0][0])):
+        # Those that begin alike beside each other.
+        bundle.sort(key=lambda unit: tokens.rank[unit[0]])
+        if room < tokens.new_tokens([i for unit in bundle for i in unit], list(present)) <= token_budget:
             room = -1  # not even a unit that costs nothing goes into this micro-batch
         for unit in bundle:
-            if not batches or cost(unit, present) > room:
+            if not batches or tokens.new_tokens(unit, list(present)) > room:
                 batches.append([])
-                present, room = set(), token_budget
-            room -= cost(unit, present)
+                present, room = [], token_budget
+            room -= tokens.new_tokens(unit, present)
             batches[-1] += unit
-            present.update(names[i] for i in unit)
     return batches

@@ -206,7 +206,7 @@ class TokenMeans:
 class RouterLoad:
     """Which experts the input tokens of an update took, over micro-batches.
 
-    A prompt that rows share counts as often as it is computed.
+    Tokens that rows share count as often as they are computed.
     """
 
     def __init__(self, experts: int) -> None:

@@ -118,6 +118,31 @@ def laid_out(model: PreTrainedModel, layout: Layout, tokens: int) -> Iterator[La
         seam.layout = None
 
 
+@contextmanager
+def computing_only(mlp: nn.Module | None, token_M: Tensor, width: int) -> Iterator[None]:
+    """Inside the context, this MLP computes these of the packed tokens alone, and returns 0 for the others.
+
+    For the last layer's, whose output for other tokens nothing reads. None changes nothing.
+    """
+    if mlp is None:
+        yield
+        return
+    token_M = token_M.unique()
+    rows, tokens = padded_tokens(len(token_M), width), 0
+
+    def select(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        nonlocal tokens
+        tokens = inputs[0].shape[1]
+        return (pad_rows(inputs[0][0, token_M], rows).unsqueeze(0),)
+
+    def place(_: nn.Module, inputs: tuple[Tensor], out: Tensor) -> Tensor:
+        zeros = out.new_zeros(1, tokens, out.shape[2])
+        return zeros.index_copy(1, token_M, out[:, : len(token_M)])
+
+    with mlp.register_forward_pre_hook(select), mlp.register_forward_hook(place):
+        yield
+
+
 def packed_forward(
     model: PreTrainedModel,
     ids_N: Tensor,

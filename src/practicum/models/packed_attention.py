@@ -1,9 +1,10 @@
 """Attention over packed tokens, in padded blocks: learner and torch engine lay out their sequences here.
 
-A segment is a run of packed tokens. Each of its tokens sees the segment's prefix, which is another segment,
-and what came before it in its own. Segments of like length are gathered into padded blocks, so the cost is
-that of attention over short sequences, never [N, N]; memory grows with the number of tokens. A token's keys
-lie in the order of its sequence, padded as `batch_invariance` says: its output is the same bits in any block.
+A segment is a run of packed tokens that continues another segment, its prefix: segments are a tree. Each of
+its tokens sees the prefixes up to the root, and what came before it in its own segment. Segments of like
+length are gathered into padded blocks, so the cost is that of attention over short sequences, never [N, N];
+memory grows with the number of tokens. A token's keys lie in the order of its sequence, padded as
+`batch_invariance` says: its output is the same bits in any block.
 """
 
 from __future__ import annotations
@@ -42,11 +43,20 @@ def uncompiled(function: Function) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where each segment lies in the packed tokens, and which segment is its prefix (-1: none)."""
+    """Where each segment lies in the packed tokens, and which earlier segment is its prefix (-1: none)."""
 
     starts: Ints
     lengths: Ints
     prefixes: Ints
+
+    def before(self) -> list[Ints]:
+        """Return the packed tokens that come before each segment in its sequences."""
+        spans = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        tokens = [np.arange(start, start + length) for start, length in spans]
+        found: list[Ints] = []
+        for prefix in self.prefixes.tolist():
+            found.append(np.concatenate([found[prefix], tokens[prefix]]) if prefix >= 0 else self.starts[:0])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,43 +190,28 @@ class PackedLayout:
     @classmethod
     def of_segments(cls, segments: Segments) -> PackedLayout:
         """Lay out segments for learning: blocks with little padding, whatever it takes to share one."""
-        pieces = _pieces(segments)
+        before = segments.before()
+        pieces = _pieces(segments, np.array(list(map(len, before))))
         blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces, int(segments.lengths.sum())))
-        return cls([_block(x, int(x.queries.max()), int(x.keys.max())) for x in blocks], segments)
+        return cls([_block(x, int(x.queries.max()), int(x.keys.max()), before) for x in blocks], segments)
 
     @classmethod
-    def of_sequences(
-        cls, lengths: Sequence[int], continuations: Sequence[tuple[int, int]] = ()
-    ) -> PackedLayout:
-        """Lay out sequences for sampling and scoring, then continuations, which are pairs of the number of
-        the sequence that they continue and a length above 0.
+    def of_sequences(cls, lengths: Sequence[int]) -> PackedLayout:
+        """Lay out whole sequences for sampling.
 
-        Both are padded to lengths that depend on their own alone (`padded_length`), so that a sequence's
+        Each is padded to a length that depends on its own alone (`padded_length`), so that a sequence's
         numbers do not depend on its neighbours.
         """
         ends = np.cumsum(lengths).tolist()
-        causal: dict[int, list[tuple[int, ...]]] = {}
+        alike: dict[int, list[tuple[int, ...]]] = {}
         for end, length in zip(ends, lengths, strict=True):
-            causal.setdefault(padded_length(length), []).append((end - length, 0, length, 0, 0))
-        later: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-        start = ends[-1]
-        for number, length in continuations:
-            before = lengths[number]
-            for first in range(0, length, QUERY_CHUNK):
-                stop = min(first + QUERY_CHUNK, length)
-                shape = padded_length(stop - first), padded_length(before + stop)
-                later.setdefault(shape, []).append((start, first, stop, ends[number] - before, before))
-            start += length
-        blocks = [_block(_Pieces.of(rows), width, width, causal=True) for width, rows in causal.items()]
-        for (queries, keys), rows in later.items():
-            # Blocks with many keys gather no more than all tokens, unless one piece has more.
-            step = max(1, start // keys) if keys > KEY_BLOCK else len(rows)
-            blocks += [
-                _block(_Pieces.of(rows[i : i + step]), queries, keys) for i in range(0, len(rows), step)
-            ]
-        every = np.array([*lengths, *(length for _, length in continuations)], dtype=np.int64)
-        prefixes = np.array([-1] * len(lengths) + [number for number, _ in continuations], dtype=np.int64)
-        return cls(blocks, Segments(every.cumsum() - every, every, prefixes))
+            alike.setdefault(padded_length(length), []).append((end - length, 0, length, 0, 0))
+        blocks = []
+        for width, rows in alike.items():
+            pieces = _Pieces(*np.array(rows, dtype=np.int64).T)
+            blocks.append(_block(pieces, width, width, causal=True))
+        every = np.array(lengths, dtype=np.int64)
+        return cls(blocks, Segments(every.cumsum() - every, every, np.full_like(every, -1)))
 
     def to(self, device: torch.device) -> PackedLayout:
         moved = object.__new__(type(self))
@@ -270,17 +265,13 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Runs of queries: own tokens start..stop of a segment, which also sees `prefix` tokens of another."""
+    """Runs of queries: tokens start..stop of a segment, which also sees `prefix` tokens before it."""
 
-    origin: Ints
+    segment_start: Ints
     start: Ints
     stop: Ints
-    prefix_origin: Ints
+    segment: Ints
     prefix: Ints
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[int, ...]]) -> _Pieces:
-        return cls(*np.array(rows, dtype=np.int64).T)
 
     def take(self, index: Ints) -> _Pieces:
         return _Pieces(*(getattr(self, name)[index] for name in self.__slots__))
@@ -294,20 +285,19 @@ class _Pieces:
         return self.prefix + self.stop
 
 
-def _pieces(segments: Segments) -> _Pieces:
+def _pieces(segments: Segments, prefix: Ints) -> _Pieces:
     """Cut segments at QUERY_CHUNK; longest runs of queries first, prompts after responses."""
     counts = -(-segments.lengths // QUERY_CHUNK)
     segment = np.repeat(np.arange(len(counts)), counts)
     start = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * QUERY_CHUNK
-    has_prefix = segments.prefixes >= 0
     pieces = _Pieces(
-        origin=segments.starts[segment],
+        segment_start=segments.starts[segment],
         start=start,
         stop=np.minimum(start + QUERY_CHUNK, segments.lengths[segment]),
-        prefix_origin=np.where(has_prefix, segments.starts[segments.prefixes], 0)[segment],
-        prefix=np.where(has_prefix, segments.lengths[segments.prefixes], 0)[segment],
+        segment=segment,
+        prefix=prefix[segment],
     )
-    return pieces.take(np.lexsort((-pieces.keys, -pieces.queries, ~has_prefix[segment])))
+    return pieces.take(np.lexsort((-pieces.keys, -pieces.queries, pieces.prefix == 0)))
 
 
 def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
@@ -331,16 +321,23 @@ def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
     yield first, len(pieces.start)
 
 
-def _block(pieces: _Pieces, queries: int, keys: int, *, causal: bool = False) -> tuple[_Block, Ints]:
-    """Return pieces padded to these widths or more, and the packed token of each query, or -1."""
+def _block(
+    pieces: _Pieces, queries: int, keys: int, before: Sequence[Ints] = (), *, causal: bool = False
+) -> tuple[_Block, Ints]:
+    """Return pieces padded to these widths or more, and the packed token of each query, or -1.
+
+    `before` are the tokens before each segment, if any has some.
+    """
     origin, start, stop, prefix = (
-        column[:, None] for column in (pieces.origin, pieces.start, pieces.stop, pieces.prefix)
+        column[:, None] for column in (pieces.segment_start, pieces.start, pieces.stop, pieces.prefix)
     )
     i_Q, j_J = np.arange(padded_rows(queries)), np.arange(padded_keys(keys))
     real_BQ = i_Q < stop - start
     token_BQ = origin + start + i_Q
-    own_BJ = np.where(j_J < prefix + stop, origin + j_J - prefix, origin)
-    key_BJ = np.where(j_J < prefix, pieces.prefix_origin[:, None] + j_J, own_BJ)
+    key_BJ = np.where(j_J < prefix + stop, origin + j_J - prefix, origin)
+    if before:
+        for row_J, segment in zip(key_BJ, pieces.segment.tolist(), strict=True):
+            row_J[: len(before[segment])] = before[segment]
     first_B, count_B = (torch.from_numpy(x) for x in (pieces.prefix + pieces.start, pieces.queries))
     block = _Block(
         query_BQ=torch.from_numpy(np.where(real_BQ, token_BQ, origin)),

@@ -279,9 +279,10 @@ class _Block:
 class StateRows:
     """Packed sequences as rows of state layers.
 
-    A prompt that several responses share is a row, whose state they continue from. It has no padding: that
-    would show in the state. Other sequences are rows from their start on, padded to like lengths. So are all
-    if layers take no more than one token after a state (not `continues`): then prompts are computed again.
+    A root segment that several sequences share is a row, whose state they continue from. It has no padding:
+    that would show in the state. Other sequences are rows from their start on, padded to like lengths. So are
+    all if layers take no more than one token after a state (not `continues`). What rows share beyond a state
+    is computed in each of them.
     """
 
     def __init__(
@@ -289,25 +290,28 @@ class StateRows:
     ) -> None:
         spans = zip(segments.starts.tolist(), segments.lengths.tolist(), strict=True)
         tokens = [np.arange(start, start + length) for start, length in spans]
-        later: dict[int, list[int]] = {}
-        for i, prefix in enumerate(segments.prefixes.tolist()):
-            if prefix < 0:
-                later[i] = []
-            elif len(tokens[i]):
-                later[prefix].append(i)
+        prefixes, before = segments.prefixes.tolist(), segments.before()
+        inner = set(prefixes)
+        later: dict[int, list[Ints]] = {i: [] for i, prefix in enumerate(prefixes) if prefix < 0}
+        roots: list[int] = []
+        for i, prefix in enumerate(prefixes):
+            roots.append(i if prefix < 0 else roots[prefix])
+            if prefix >= 0 and i not in inner:
+                whole_row = np.concatenate([before[i], tokens[i]])
+                later[roots[i]].append(whole_row[len(tokens[roots[i]]) :])
         first: dict[int, list[int]] = {}
         whole: list[Ints] = []
         for i, others in later.items():
             if keep or (continues and len(others) > 1):
                 first.setdefault(len(tokens[i]), []).append(i)
             elif others:
-                whole += [np.concatenate([tokens[i], tokens[j]]) for j in others]
+                whole += [np.concatenate([tokens[i], path]) for path in others]
             else:
                 whole.append(tokens[i])
         self.kept = [i for same in first.values() for i in same]
         """The segments whose states are kept, in the order of their rows."""
         row_of = {i: row for row, i in enumerate(self.kept)}
-        rest = sorted(((tokens[j], row_of[i]) for i in self.kept for j in later[i]), key=lambda x: -len(x[0]))
+        rest = sorted(((path, row_of[i]) for i in self.kept for path in later[i]), key=lambda x: -len(x[0]))
         whole.sort(key=lambda row: -len(row))
         self._first = [_Block.of([tokens[i] for i in same], device) for same in first.values()]
         self._blocks = [_Block.of(whole[a:b], device) for a, b in _cuts([len(row) for row in whole])]

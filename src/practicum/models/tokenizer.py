@@ -14,9 +14,9 @@ _CHAT = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """One token per character, plus end, padding, unknown and chat-role tokens."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIALS, *CHARACTERS))}
+    vocabulary = {token: i for i, token in enumerate((*SPECIALS, *characters))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()

@@ -32,6 +32,8 @@ METRICS: dict[str, str] = {
     "agent/discarded": "Turns that no client read: in flight at the session's end, or never requested again.",
     "rollout/tokens": "Number of sampled tokens.",
     "rollout/tokens_per_second": "Sampled tokens per second of the rollout stage.",
+    "shared/decode": "Share of sampled tokens that the engine computed for another session, equal so far.",
+    "shared/learn": "Share of the tokens of an update's rows that their packed tree has only once.",
     "rollout/response_tokens": "Mean length of a response in tokens.",
     "rollout/truncated": "Share of sessions cut off at max_new_tokens, or because the context was full.",
     "rollout/repetition": "Share of repeated runs of 4 tokens in the last 256 of a response, mean.",

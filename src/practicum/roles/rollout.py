@@ -394,6 +394,7 @@ class SessionRunner:
                 prompt_tokens=len(trajectory.prompt_ids),
                 response_tokens=sum(len(piece.ids) for piece in pieces),
                 sampled_tokens=sum(len(piece.ids) for piece in pieces if piece.sampled),
+                shared_tokens=trajectory.shared,
                 version_min=trajectory.version_min or 0,
                 version_max=trajectory.version_max,
                 teacher=None if self.teacher_of is None else self.teacher_of(prompt),

@@ -112,6 +112,7 @@ class StudentRole:
         if self._balanced_by == "sigma":
             factors = spread_factors(self._moments(batch, columns))
         reports: list[dict[str, float]] = []
+        row_tokens = packed = 0
         others = any(tags.version_min != version for tags in step.batch.real().tags)
         stale = self.plan.lag > 0 and others
         place = {key: i for i, key in enumerate(batch.keys)}
@@ -147,12 +148,16 @@ class StudentRole:
                     self.recorder.add("update_student", kept, found, trained=step.number, update=number)
                 unseen -= {batch.keys[row] for row in rows}
             sums.merge(self.learner.by_group)
+            row_tokens, packed = row_tokens + self.learner.row_tokens, packed + self.learner.packed_tokens
             if groups:
                 parts = [pairs[number] for number in groups], self.learner.shares
                 if feedback:
                     self._adapt(parts[0], self.learner.shares, step.batch)
         measured = TeacherMeasures(pairs, sums, *parts) if self._numbers else None
-        return {}, UpdateReport(mean_metrics(reports, stale=stale), measured, self.learner.version)
+        metrics = mean_metrics(reports, stale=stale)
+        if row_tokens:
+            metrics["shared/learn"] = 1 - packed / row_tokens
+        return {}, UpdateReport(metrics, measured, self.learner.version)
 
     def _moments(self, batch: BatchRef, columns: Columns) -> dict[int, Moments]:
         """Return the moments of log teacher - log student by teacher, over all sampled tokens."""

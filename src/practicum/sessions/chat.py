@@ -7,8 +7,10 @@ existing text, nothing can be appended.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,9 @@ from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, message_text
 from practicum.tasks.prompts import Encoder
 from practicum.user_code import encodable, short_repr
+
+THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+"""A thought at the start of a turn. Its opening tag may be missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,28 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """The open turn: the model's text, and the text of its stop token if it had one."""
+    """The open turn: the model's text, and the text of its stop token if it had one.
+
+    `thought` is the opening tag of a thought, if the chat template writes it before the turn.
+    """
 
     content: str = ""
     end: str = ""
+    thought: str = ""
+    split: bool = False
+    """True to write a thought as `reasoning_content`, where some templates look for it."""
 
     def messages(self) -> list[Message]:
         """Return the turn as a message, or nothing for an empty turn."""
-        return [{"role": "assistant", "content": self.content}] if self.content or self.end else []
+        if not (self.content or self.end):
+            return []
+        message: Message = {"role": "assistant", "content": self.thought + self.content}
+        if self.split and (thought := THOUGHT.match(message["content"])):
+            message |= {
+                "content": message["content"][thought.end() :],
+                "reasoning_content": thought[1].strip(),
+            }
+        return [message]
 
 
 class PlainFormat:
@@ -62,6 +81,8 @@ class PlainFormat:
         self, tokenizer: PreTrainedTokenizerBase, start: SessionStart, opening: list[Message]
     ) -> None:
         self._tokenizer, self._start, self._opening = tokenizer, start, opening
+
+    thought = ""
 
     def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
         return "".join(_between_bars(message) for message in new)
@@ -85,12 +106,31 @@ class Chat:
     ) -> None:
         self._tokenizer, self._start, self._opening = tokenizer, start, opening
 
+    @cached_property
+    def thought(self) -> str:
+        """The opening tag of a thought, if the template writes one before each turn."""
+        asking = self.render(self._opening).removeprefix(self.render(self._opening, ask=False))
+        _, tag, rest = asking.rpartition("<think>")
+        return "" if "</think>" in rest else tag + rest if tag else ""
+
     def extend(self, messages: Sequence[Message], written: WrittenTurn, new: Sequence[Message]) -> str | None:
         if not messages:
             raise SessionError("a trajectory opened with tokens must be continued with tokens, not messages")
         there = self.render(messages) + written.content + written.end
         longer = self.render([*messages, *written.messages(), *new])
-        return longer[len(there) :] if longer.startswith(there) else None
+        if not longer.startswith(there):
+            return None
+        added = longer[len(there) :]
+        for i, message in enumerate(new):
+            is_shown = message_text(message).strip() in added  # if not, it is written differently or left out
+            if not is_shown and longer == self.render(
+                [*messages, *written.messages(), *new[:i], *new[i + 1 :]]
+            ):
+                raise EngineError(
+                    f"the chat template leaves out a {message['role']} message: it may show results only of "
+                    "calls in its own format. Use another template, or send results as user messages"
+                )
+        return added
 
     def open(self, messages: Sequence[Message]) -> list[int]:
         text = self.render(messages)

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +68,8 @@ class Trajectory:
     pieces: list[TokenSpan] = field(default_factory=list)
     version_min: int | None = None
     version_max: int = 0
+    shared: int = 0
+    """Sampled tokens that the engine computed for another session."""
     finish: str = ""
     turns: int = 0
     tool_calls: int = 0
@@ -94,6 +96,7 @@ class Trajectory:
         self.pieces.append(TokenSpan(*numbers, version=first, topk_ids=generation.topk_ids))
         self.version_min = first if self.version_min is None else min(self.version_min, first)
         self.version_max = max(self.version_max, generation.version_max)
+        self.shared += generation.shared
         self.finish = generation.finish
         self.turns += 1
 
@@ -218,6 +221,14 @@ class ModelTurn:
         return read(self.tokenizer, self.tokens, specials=False)
 
 
+class NextTurn(NamedTuple):
+    """A turn to sample: its trajectory, the tokens to add first, and the conversation if a turn begins."""
+
+    trajectory: Trajectory
+    ids: list[int]
+    messages: list[Message] | None
+
+
 class Session:
     """The interface of agent loops: the prompt, the model, tools, and trajectories.
 
@@ -279,12 +290,33 @@ class Session:
 
     def room_after(self, new: New | None) -> int:
         """Return the tokens that a turn after `new` could have. Below 1, a turn does not fit."""
-        trajectory, new_ids, _ = self._go_on(new)
-        return self.context - len(trajectory) - len(new_ids)
+        following = self.plan(new)
+        return self.context - len(following.trajectory) - len(following.ids)
+
+    def plan(self, new: New | None) -> NextTurn:
+        """Return the turn that `generate` would sample after new content."""
+        now = self.trajectory
+        if new is None:
+            return NextTurn(now, [], None)
+        content: str | list[Any] = new if isinstance(new, str) else list(new)
+        if (ids := self._as_ids(content)) is not None:
+            return NextTurn(now, ids, None)
+        added = [user(content)] if isinstance(content, str) else check_messages(content)
+        written = self._written()
+        messages = [*now.messages, *written.messages(), *added]
+        if isinstance(content, str) and self.start.messages is None:
+            return NextTurn(now, tokenise(self.tokenizer, content), messages)
+        for turn in (written, replace(written, split=True)):
+            messages = [*now.messages, *turn.messages(), *added]
+            if (text := self._format.extend(now.messages, turn, added)) is not None:
+                return NextTurn(now, tokenise(self.tokenizer, text), messages)
+        fresh = self._of_messages(messages)
+        fresh.breaks = len(written.messages())  # 0 if the model wrote nothing and only the prompt got longer
+        return NextTurn(fresh, [], None)
 
     async def generate(
         self,
-        new: New | None = None,
+        new: New | NextTurn | None = None,
         *,
         max_new_tokens: int | None = None,
         stop: Collection[int] | None = None,
@@ -307,7 +339,7 @@ class Session:
         if most_tokens < 1:
             raise SessionError(f"max_new_tokens is {most_tokens}, expected 1 or more")
         stops = self.sampling.stop if stop is None else frozenset(map(operator.index, stop))
-        trajectory, new_ids, messages = self._go_on(new)
+        trajectory, new_ids, messages = new if isinstance(new, NextTurn) else self.plan(new)
         room = self.context - len(trajectory) - len(new_ids)
         if room < 1:
             self.trajectory.finish = "context"
@@ -398,26 +430,6 @@ class Session:
         """Return all text of the model, for people and checkers."""
         return "".join(self.said(trajectory))
 
-    def _go_on(self, new: New | None) -> tuple[Trajectory, list[int], list[Message] | None]:
-        """Return the next turn's trajectory, the tokens before it, and the conversation if a turn begins."""
-        now = self.trajectory
-        if new is None:
-            return now, [], None
-        content: str | list[Any] = new if isinstance(new, str) else list(new)
-        if (ids := self._as_ids(content)) is not None:
-            return now, ids, None
-        added = [user(content)] if isinstance(content, str) else check_messages(content)
-        written = self._written()
-        messages = [*now.messages, *written.messages(), *added]
-        if isinstance(content, str) and self.start.messages is None:
-            return now, tokenise(self.tokenizer, content), messages
-        text = self._format.extend(now.messages, written, added)
-        if text is not None:
-            return now, tokenise(self.tokenizer, text), messages
-        fresh = self._of_messages(messages)
-        fresh.breaks = len(written.messages())  # 0 if the model wrote nothing and only the prompt got longer
-        return fresh, [], None
-
     @cached_property
     def _format(self) -> PlainFormat | Chat:
         kind = PlainFormat if self.start.messages is None else Chat
@@ -450,7 +462,8 @@ class Session:
         ids = self.trajectory.ids()[self.trajectory.turn_start :]
         ended = bool(ids) and ids[-1] in self.sampling.stop
         content, end = (ids[:-1], ids[-1:]) if ended else (ids, [])
-        return WrittenTurn(*(read(self.tokenizer, part, specials=True) for part in (content, end)))
+        texts = (read(self.tokenizer, part, specials=True) for part in (content, end))
+        return WrittenTurn(*texts, thought=self._format.thought)
 
     def _cut(self, generation: Generation, stop_texts: Collection[str], before: int) -> Generation:
         """Cut the generation after the token that completes a stop text. This does not change earlier

@@ -249,6 +249,8 @@ def rollout_metrics(tags: Iterable[Tags], groups: Iterable[Group]) -> dict[str, 
         "rollout/failed": len(tags) - len(ready),
         "rollout/tokens": sum(t.sampled_tokens for t in tags),
     }
+    if shared := sum(t.shared_tokens for t in tags):
+        out["shared/decode"] = shared / out["rollout/tokens"]
     if judged:
         rewards = [reward for _, reward in judged]
         out["reward/mean"] = statistics.fmean(rewards)

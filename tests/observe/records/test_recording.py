@@ -38,7 +38,7 @@ def rows_of(run: Path, step: int) -> list[RecordedRow]:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "rollout/tokens_per_second")
+    timed = ("time/", "shared/", "rollout/tokens_per_second")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 PROMPT, NEXT, TURNS = "1+2?", "go on", 4
@@ -24,20 +25,32 @@ TOOL = {
 }
 MODEL = "student"
 PATIENCE = {"timeout": float(os.environ.get("CLIENT_TIMEOUT_S", "60")), "max_retries": 100}
+STREAMS = "CLIENT_STREAMS" not in os.environ
+"""False on a bad network: libraries do not ask again for a stream that breaks off."""
 
 
 def http() -> None:
+    from http.client import HTTPException
     from urllib.request import Request, urlopen
+    from uuid import uuid4
+
+    def post(body: Any) -> Any:
+        headers = {
+            "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+            "content-type": "application/json",
+            "idempotency-key": str(uuid4()),
+        }
+        url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+        while True:
+            try:
+                return json.load(urlopen(Request(url, json.dumps(body).encode(), headers)))
+            except (OSError, HTTPException, ValueError):  # of the network: no reply, or half of one
+                time.sleep(0.05)
 
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
     for _ in range(TURNS):
         body = {"model": MODEL, "messages": messages, "tools": [{"type": "function", "function": TOOL}]}
-        headers = {
-            "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
-            "content-type": "application/json",
-        }
-        url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
-        said = json.load(urlopen(Request(url, json.dumps(body).encode(), headers)))["choices"][0]["message"]
+        said = post(body)["choices"][0]["message"]
         messages.append(said)
         results = [
             {"role": "tool", "tool_call_id": call["id"], "content": "3"}
@@ -53,7 +66,7 @@ def openai() -> None:
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
     for turn in range(TURNS):
         tools = [{"type": "function", "function": TOOL}]
-        if turn % 2:
+        if STREAMS and turn % 2:
             with client.chat.completions.stream(model=MODEL, messages=messages, tools=tools) as stream:
                 said = stream.get_final_completion().choices[0].message
         else:
@@ -88,7 +101,7 @@ def anthropic() -> None:
     tool = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}
     for turn in range(TURNS):
         request = {"model": MODEL, "messages": messages, "tools": [tool], "max_tokens": 512}
-        if turn % 2:
+        if STREAMS and turn % 2:
             with client.messages.stream(**request) as stream:
                 said = stream.get_final_message()
         else:
@@ -100,7 +113,11 @@ def anthropic() -> None:
 
 
 def agents() -> None:
-    from agents import Agent, Runner, function_tool
+    from openai import AsyncOpenAI
+
+    from agents import Agent, Runner, function_tool, set_default_openai_client
+
+    set_default_openai_client(AsyncOpenAI(**PATIENCE))
 
     @function_tool
     def calculator(expression: str) -> str:

@@ -84,7 +84,9 @@ def _compute(
                 continue
             position_B = torch.arange(at - first, at - first + DRAWN, device=runner.device).clamp_(min=0)
             uniform_B = uniforms(torch.full_like(position_B, key), position_B)
-            drawn = sample_hidden(runner, hidden_N[at - start : at - start + DRAWN], job.draw, uniform_B)
+            hidden = hidden_N[at - start : at - start + DRAWN]
+            row_B = torch.arange(DRAWN, device=runner.device)
+            drawn = sample_hidden(runner, hidden, job.draw, uniform_B, row_B)
             parts.append(Sampled(*(x[max(0, first - at) : last + 1 - at].cpu() for x in drawn)))
     return Sampled(*map(torch.cat, zip(*parts, strict=True))), torch.cat(experts) if experts else None
 

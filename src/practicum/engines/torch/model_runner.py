@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.compat.transformers import uses_attention
@@ -109,12 +109,22 @@ class ModelRunner:
             """True if a token's bits do not depend on its batch, see `cpu/batch_invariance.py`."""
         self.forget_packed()
 
-    def hidden(self, inputs: StepInputs, layout: Layout, parts: Sequence[RowPart] = ()) -> Tensor:
-        """Return last hidden states [N, hidden] of packed tokens. `parts` assigns adapters to them."""
+    def hidden(
+        self,
+        inputs: StepInputs,
+        layout: Layout,
+        parts: Sequence[RowPart] = (),
+        wanted_M: Tensor | None = None,
+    ) -> Tensor:
+        """Return last hidden states of packed tokens, [M, hidden] of those that are wanted, by default all.
+
+        `parts` assigns adapters to the packed tokens.
+        """
         if parts:
             assert self.adapters is not None
             with self.adapters.use(parts):
-                return self.hidden(inputs, layout)
+                hidden_N = self.hidden(inputs, layout)
+            return hidden_N if wanted_M is None else hidden_N[wanted_M]
         if self.lean is not None:
             # Decoding multiplies few rows by the same weights repeatedly.
             pack = isinstance(layout, DecodeLayout)
@@ -122,19 +132,22 @@ class ModelRunner:
             def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
                 return layout.attend(layer, query, key, value, AttentionRule(scale))
 
-            return self.lean(inputs.ids_N, inputs.positions_N, attend, pack=pack)
-        return packed_forward(
+            return self.lean(inputs.ids_N, inputs.positions_N, attend, pack=pack, wanted_M=wanted_M)
+        hidden_N = packed_forward(
             self.model, inputs.ids_N, inputs.positions_N, layout, inputs.images, inputs.picture_N
         )
+        return hidden_N if wanted_M is None else hidden_N[wanted_M]
 
-    def routed(self, inputs: StepInputs, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states, and for MoE models the experts of the tokens [N, L, E]."""
+    def routed(
+        self, inputs: StepInputs, layout: Layout, wanted_M: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return `hidden`, and for MoE models the experts of all tokens [N, L, E]."""
         routes, known_N = self.routes, inputs.experts_N
         if routes is None:
-            return self.hidden(inputs, layout), None
+            return self.hidden(inputs, layout, wanted_M=wanted_M), None
         with routes.record() as taken, nullcontext() if known_N is None else routes.replay(known_N):
-            hidden_N = self.hidden(inputs, layout)
-        return hidden_N, taken.tensor()[: len(hidden_N)]
+            hidden = self.hidden(inputs, layout, wanted_M=wanted_M)
+        return hidden, taken.tensor()[: len(inputs.ids_N)]
 
     def logits(self, hidden_N: Tensor, *, pack: bool = False) -> Tensor:
         """Return logits [N, V] of last hidden states. With `pack`, pack the head for later calls."""
@@ -190,12 +203,12 @@ def _compute(
     kv: Callable[[], list[PromptKv]],
 ) -> list[PrefilledPrompt]:
     """Run a forward pass over prompts of these lengths, then call `kv`."""
-    hidden_N, experts_N = runner.routed(inputs, layout)
     last_G = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
+    hidden_GH, experts_N = runner.routed(inputs, layout, last_G)
     experts = [None] * len(lengths)
     if experts_N is not None:
         experts = [part.clone() for part in experts_N.cpu().split(list(lengths))]
-    parts = zip(kv(), hidden_N[last_G].unbind(), inputs.shifts, experts, strict=True)
+    parts = zip(kv(), hidden_GH.unbind(), inputs.shifts, experts, strict=True)
     return [PrefilledPrompt(*part) for part in parts]
 
 
@@ -210,13 +223,19 @@ def decode(
     return runner.routed(inputs, DecodeLayout(memory, length_B))
 
 
-def sample_hidden(runner: ModelRunner, hidden_B: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
-    """Sample all rows with the same settings, with at most LOGITS_AT_ONCE logits in memory."""
+def sample_hidden(
+    runner: ModelRunner, hidden_S: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor
+) -> Sampled:
+    """Sample from rows `row_B`, which ascend, never holding more than LOGITS_AT_ONCE logits."""
     rows, fine_rows = (max(ROWS, most // runner.vocab) for most in (LOGITS_AT_ONCE, SAMPLED_AT_ONCE))
+    ends = [0, *torch.bincount(row_B, minlength=len(hidden_S)).cumsum(0).tolist()]
     parts: list[Sampled] = []
-    for hidden, uniform in zip(hidden_B.split(rows), uniform_B.split(rows), strict=True):
-        logits = runner.logits(hidden, pack=True)
-        parts += map(sample, logits.split(fine_rows), repeat(draw), uniform.split(fine_rows))
+    first = 0
+    for hidden in hidden_S.split(rows):
+        for logits_SV in runner.logits(hidden, pack=True).split(fine_rows):
+            drawn = slice(ends[first], ends[first + len(logits_SV)])
+            parts.append(sample(logits_SV, draw, uniform_B[drawn], row_B[drawn] - first))
+            first += len(logits_SV)
     return parts[0] if len(parts) == 1 else Sampled(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -225,36 +244,38 @@ def pack(
     sequences: Sequence[PromptKey],
     device: torch.device,
     starts: Sequence[int] = (),
-    tails: Sequence[Sequence[int]] = (),
-    parents: Sequence[int] = (),
+    tails: Sequence[tuple[int, ...]] = (),
 ) -> StepInputs:
-    """Pack sequences, followed by tails that continue the sequences with numbers `parents`.
+    """Pack sequences one after the other, each with its tail, by default none.
 
-    Packs the tokens from `starts` on, by default all. Images must precede a start above 0.
+    Packs the tokens from `starts` on, by default all. Images must precede a tail and a start above 0.
     """
+    tails = tails or [()] * len(sequences)
     cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
-    parts = [*(s.ids[start:] for s, start in cuts), *tails]
+    parts = [(s.ids + tail)[start:] for (s, start), tail in zip(cuts, tails, strict=True)]
     if vision := is_vision(config):
         whole = [sequence_positions(config, s.ids, s.images) for s in sequences]
         shifts = [int(p[-1].max()) + 1 - len(p) for p in whole]
     else:
         whole, shifts = [torch.arange(len(s)) for s in sequences], [0] * len(sequences)
-    positions = [p[start:] for p, (_, start) in zip(whole, cuts, strict=True)]
-    for parent, tail in zip(parents, tails, strict=True):
-        at = len(sequences[parent]) + shifts[parent]
-        straight = torch.arange(at, at + len(tail))
-        positions.append(straight.unsqueeze(1).expand(-1, AXES) if vision else straight)
+    positions: list[Tensor] = []
+    for (s, start), before, shift, tail in zip(cuts, whole, shifts, tails, strict=True):
+        straight = torch.arange(len(s), len(s) + len(tail)) + shift
+        straight = straight.unsqueeze(1).expand(-1, AXES) if vision else straight
+        positions.append(torch.cat([before, straight])[start:])
     known = [None if s.experts is None else s.experts[start:] for s, start in cuts]
     inputs = StepInputs(
         torch.tensor([i for part in parts for i in part], device=device),
         torch.cat(positions).to(device),
         shifts,
         [s.images for s, start in cuts if s.images is not None and not start],
-        experts_N=_known_experts([len(s) - start for s, start in cuts], known, device),
+        experts_N=_known_experts(list(map(len, parts)), known, device),
     )
     if inputs.images:
-        pictures = [picture_tokens(config, s.ids, s.images) for s in sequences]
-        pictures += [torch.zeros(len(tail), dtype=torch.bool) for tail in tails]
+        pictures = [
+            pad(picture_tokens(config, s.ids, s.images), (0, len(tail)))[start:]
+            for (s, start), tail in zip(cuts, tails, strict=True)
+        ]
         inputs.picture_N = torch.cat(pictures).to(device)
     return inputs
 

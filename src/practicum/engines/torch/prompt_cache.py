@@ -13,6 +13,9 @@ from torch import Tensor
 from practicum.engines.torch.kv_memory import PromptKv
 from practicum.models.vision import Images
 
+BLOCK = 16
+"""The beginnings of cached sequences are found at multiples of this many tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
@@ -67,6 +70,8 @@ class CachedSequence:
     """Hash of its tokens."""
     claims: int = 1
     """Number of finished sequences with equal tokens."""
+    beginnings: Sequence[int] = ()
+    """Hashes of its first tokens, a BLOCK further each."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,6 +80,24 @@ class CachedSequence:
         """Return True if the prompt extends this sequence, with the same images and experts."""
         alike = len(self) < len(prompt) and self.ids == prompt.ids[: len(self)]
         return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
+
+    def beginning_of(self, prompt: PromptKey) -> CachedSequence | None:
+        """Return the tokens that the prompt begins with too; None if they are less than half of it.
+
+        States and images belong to whole sequences alone.
+        """
+        most = min(len(self), len(prompt) - 1)
+        differ = (i for i in range(most) if self.ids[i] != prompt.ids[i])
+        count = next(differ, most)
+        experts = None if self.experts is None else self.experts[:count]
+        if 2 * count < len(prompt) or self.kv.states or self.pictures or prompt.pictures:
+            return None
+        if not _agree(experts, prompt.experts):
+            return None
+        keys, values = (x[:, :, :count] for x in (self.kv.keys, self.kv.values))
+        return CachedSequence(
+            self.ids[:count], b"", PromptKv(keys, values, self.kv.layers), experts, self.place
+        )
 
 
 def _agree(cached: Tensor | None, requested: Tensor | None) -> bool:
@@ -97,19 +120,22 @@ class SequenceCache:
         self._most, self._sequences = most, sequences
         # From least to most recently used.
         self._by_hash: dict[int, CachedSequence] = {}
+        self._by_beginning: dict[int, CachedSequence] = {}
 
     def __len__(self) -> int:
         return len(self._by_hash)
 
     def clear(self) -> None:
         self._by_hash.clear()
+        self._by_beginning.clear()
         self.tokens = self.nbytes = 0
 
     def put(self, ids: tuple[int, ...], pictures: bytes, kv: PromptKv, experts: Tensor | None) -> None:
         """Store a sequence with a copy of its keys and values, unless it exceeds the cache."""
         if len(ids) > self._most:
             return
-        place = _hashes(ids, pictures)[-1]
+        places = _hashes(ids, pictures)
+        place = places[-1]
         present = self._by_hash.get(place)
         same = present is not None and present.ids == ids and present.pictures == pictures
         if present is not None and same and _agree(present.experts, experts):
@@ -121,22 +147,33 @@ class SequenceCache:
         while self.tokens + len(ids) > self._most or len(self._by_hash) == self._sequences:
             self._forget(next(iter(self._by_hash.values())))
         self._by_hash[place] = kept = CachedSequence(ids, pictures, kv.copy(), experts, place)
+        kept.beginnings = places[BLOCK - 1 :: BLOCK]
+        self._by_beginning |= dict.fromkeys(kept.beginnings, kept)
         self.tokens += len(ids)
         self.nbytes += kept.kv.nbytes
 
     def find(self, prompt: PromptKey) -> CachedSequence | None:
-        """Return the longest cached sequence that the prompt extends by at least one token."""
+        """Return the longest cached sequence that the prompt extends by at least one token.
+
+        It may be the beginning of one, if that is at least half of the prompt.
+        """
         if not self._by_hash:
             return None
-        for place in reversed(_hashes(prompt.ids, prompt.pictures)[:-1]):
-            kept = self._by_hash.get(place)
+        places = _hashes(prompt.ids, prompt.pictures)
+        for count in range(len(places) - 1, 0, -1):
+            kept = self._by_hash.get(places[count - 1])
             if kept is not None and kept.begins(prompt):
                 return kept
+            if count % BLOCK == 0 and 2 * (count + BLOCK) > len(prompt):
+                kept = self._by_beginning.get(places[count - 1])
+                if kept is not None and (beginning := kept.beginning_of(prompt)) is not None:
+                    return beginning
         return None
 
     def use(self, kept: CachedSequence, times: int) -> None:
         """Record that `times` sequences extended this entry. It is removed after all its sequences were
-        extended."""
+        extended. An entry of which only the beginning was used stays, for its own next turn.
+        """
         if self._by_hash.get(kept.place) is not kept:
             return
         kept.claims -= times
@@ -147,6 +184,9 @@ class SequenceCache:
 
     def _forget(self, kept: CachedSequence) -> None:
         del self._by_hash[kept.place]
+        for place in kept.beginnings:
+            if self._by_beginning.get(place) is kept:
+                del self._by_beginning[place]
         self.tokens -= len(kept)
         self.nbytes -= kept.kv.nbytes
 

@@ -1,4 +1,8 @@
-"""The sequences that are being decoded. Row i belongs to slot i of the KV memory."""
+"""The sessions being sampled, and which of them share a running sequence.
+
+Sessions with equal tokens so far are one sequence, in one slot of the KV memory. Each draws its own next
+token; where these differ, the sequence splits. Rows are sessions, in the order of their slots.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def _column(number: int) -> Any:
 
 
 class RunningBatch:
-    """Running sequences in rows 0..count-1. The last row replaces a removed one.
+    """Running sessions in rows 0..count-1, and their sequences in slots 0..sequences-1.
 
     With `routes`, it also stores the experts of the tokens.
     """
@@ -34,8 +38,9 @@ class RunningBatch:
         self.jobs: list[GenerateJob] = []
         self.draws: Counter[Draw] = Counter()
         """Number of rows by sampling settings."""
+        self.sequences = 0
         # One matrix, so that a row moves in one copy. Columns are named below.
-        self._state = torch.zeros(slots, 7, dtype=torch.int64, device=device)
+        self._state = torch.zeros(slots, 9, dtype=torch.int64, device=device)
         self._stops = torch.full((slots, 1), _NO_TOKEN, dtype=torch.int64, device=device)
         # Sampled tokens stay in place when rows move. `_out` has their row.
         self._tokens = torch.empty(slots, context, dtype=torch.int64, device=device)
@@ -51,28 +56,39 @@ class RunningBatch:
     def clear(self) -> None:
         self.jobs.clear()
         self.draws.clear()
+        self.sequences = 0
         self._free_outs = list(range(len(self._state)))
 
     @property
     def count(self) -> int:
         return len(self.jobs)
 
-    # Views of the state's columns: each row's newest token, filled positions of its slot, numbers of sampled
-    # and allowed tokens, randomness, and row of its samples.
-    last_B, length_B, made_B, _limit_B, key_B, _out_B = map(_column, range(6))
+    # Views of the state's columns: the newest token of each row, how many positions of its slot it fills, how
+    # many tokens it has sampled and may sample, its randomness, where its samples are, what is added to its
+    # length for the position of its newest token (images before it), how many tokens another row's sequence
+    # computed, and its slot.
+    last_B, length_B, made_B, _limit_B, key_B, _out_B, _shift_B, _shared_B, slot_B = map(_column, range(9))
 
-    @property
-    def position_B(self) -> Tensor:
-        """Position of each row's newest token, which differs from its length after images."""
-        return self._state[: self.count, 1] + self._state[: self.count, 6]
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the newest token of each sequence, how many positions its slot fills, and its position."""
+        slot_B = self.slot_B.contiguous()
+        first_S = torch.searchsorted(slot_B, torch.arange(self.sequences, device=slot_B.device))
+        length_S = self.length_B[first_S]
+        return self.last_B[first_S], length_S, length_S + self._shift_B[first_S]
+
+    def note_decoded(self) -> None:
+        """Count the newest token of each sequence as one that its slot holds."""
+        self.length_B.add_(1)
+        self._shared_B[1:] += self.slot_B[1:] == self.slot_B[:-1]
 
     def add(self, jobs: Sequence[GenerateJob], prompt: PrefilledPrompt) -> None:
-        """Append new sequences of a prompt, whose slots hold it."""
+        """Add sessions of one prompt, which share the next slot."""
         first, end = self.count, self.count + len(jobs)
         state = []
         for job in jobs:
             limit, out = job.sampling.max_new_tokens, self._free_outs.pop()
-            state.append((_NO_TOKEN, len(job.prompt), 0, limit, job.key, out, prompt.shift))
+            length, slot = len(job.prompt), self.sequences
+            state.append((_NO_TOKEN, length, 0, limit, job.key, out, prompt.shift, 0, slot))
         self._state[first:end] = torch.tensor(state, device=self._state.device)
         width = max(self._stops.shape[1], *(len(job.sampling.stop) for job in jobs))
         self._stops = pad(self._stops, (0, width - self._stops.shape[1]), value=_NO_TOKEN)
@@ -81,19 +97,21 @@ class RunningBatch:
         for job in jobs:
             job.prompt_experts = prompt.experts
         self.jobs += jobs
+        self.sequences += 1
         self.draws.update(job.draw for job in jobs)
 
-    def by_draw(self) -> list[tuple[Draw, list[int] | slice]]:
+    def by_draw(self) -> list[tuple[Draw, list[int]]]:
         """Return the rows by sampling settings."""
         if len(self.draws) == 1:
-            return [(next(iter(self.draws)), slice(None))]
+            return [(next(iter(self.draws)), list(range(self.count)))]
         rows = list(enumerate(self.jobs))
         return [(draw, [row for row, job in rows if job.draw == draw]) for draw in self.draws]
 
-    def note_experts(self, experts_BLE: Tensor) -> None:
-        """Store the experts of each row's newest token."""
+    def note_experts(self, experts_SLE: Tensor) -> None:
+        """Store the experts of each sequence's newest token."""
         assert self._experts is not None
-        self._experts[self._out_B, self.made_B - 1] = experts_BLE.to(self._experts.dtype)
+        experts_BLE = experts_SLE[self.slot_B].to(self._experts.dtype)
+        self._experts[self._out_B, self.made_B - 1] = experts_BLE
 
     def append(self, sampled: Sampled) -> tuple[list[int], list[Finish]]:
         """Append one token to every row. Return the rows that finish with it, and their finish reasons."""
@@ -121,7 +139,7 @@ class RunningBatch:
         if not rows:
             return []
         index = torch.tensor(rows, device=self._state.device)
-        made = self.made_B[index].tolist()
+        made, shared = self.made_B[index].tolist(), self._shared_B[index].tolist()
         tokens, logprobs, plain = (
             buffer[:, : max(made)][self._out_B[index]].cpu()
             for buffer in (self._tokens, self._logprobs, self._plain)
@@ -149,26 +167,39 @@ class RunningBatch:
                 version_max=version,
                 experts=experts[i],
                 topk_ids=top[i, :n, : reports[i]].clone() if top is not None and reports[i] else None,
+                shared=shared[i],
             )
             for i, (n, finish) in enumerate(zip(made, finishes, strict=True))
         ]
 
-    def remove(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Remove these rows. Return (source, target, length) of the rows that replaced them."""
-        gone = set(rows)
-        left = self.count - len(gone)
-        self._free_outs += self._out_B[list(rows)].tolist() if rows else []
-        self.draws.subtract(self.jobs[row].draw for row in rows)
+    def regroup(self, gone: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Forget these rows, and split the sequences whose rows have different newest tokens.
+
+        Return the copies to make between slots, (source, target, length); no target is a source.
+        """
+        if not gone and self.count == self.sequences:
+            return []
+        state, leaving = self._state[: self.count].tolist(), set(gone)
+        rows_of: dict[tuple[int, int], list[int]] = {}
+        for row, (token, *_, slot) in enumerate(state):
+            if row not in leaving:
+                rows_of.setdefault((slot, token), []).append(row)
+        firsts = {slot: (slot, token) for slot, token in reversed(rows_of)}
+        # The first part of a split sequence stays, unless fewer slots than that are needed.
+        target_of = {part: slot for slot, part in firsts.items() if slot < len(rows_of)}
+        free = iter(sorted(set(range(len(rows_of))) - firsts.keys()))
+        copies = []
+        for part, rows in rows_of.items():
+            if part not in target_of:
+                target_of[part] = next(free)
+                copies.append((part[0], target_of[part], state[rows[0]][1]))
+        self._free_outs += [state[row][5] for row in gone]
+        self.draws.subtract(self.jobs[row].draw for row in gone)
         self.draws += Counter()
-        targets = sorted(row for row in gone if row < left)
-        sources = [row for row in range(left, self.count) if row not in gone]
-        moves = []
-        if targets:
-            lengths = self.length_B[sources].tolist()
-            self._state[targets] = self._state[sources]
-            self._stops[targets] = self._stops[sources]
-            moves = list(zip(sources, targets, lengths, strict=True))
-        for source, target, _ in moves:
-            self.jobs[target] = self.jobs[source]
-        del self.jobs[left:]
-        return moves
+        order = sorted((target_of[part], row) for part, rows in rows_of.items() for row in rows)
+        rows = [row for _, row in order]
+        self._stops[: len(rows)] = self._stops[rows]
+        self._state[: len(rows)] = self._state[rows]
+        self.jobs, self.sequences = [self.jobs[row] for row in rows], len(rows_of)
+        self.slot_B.copy_(torch.tensor([slot for slot, _ in order], dtype=torch.int64))
+        return copies

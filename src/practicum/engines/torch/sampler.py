@@ -55,33 +55,30 @@ class Sampled(NamedTuple):
     top_BK: Tensor
 
 
-def sample(logits_BV: Tensor, draw: Draw, uniform_B: Tensor) -> Sampled:
-    """Sample one token per row, with temperature, top-k, top-p and min-p in this order.
+def sample(logits_SV: Tensor, draw: Draw, uniform_B: Tensor, row_B: Tensor) -> Sampled:
+    """Sample a token for each uniform number from row `row_B` of the logits, in ascending order of rows, with
+    temperature, top-k, top-p and min-p in this order.
 
     Greedy takes the most likely token, with its logprob at temperature 1. Without truncation, logprobs equal
     those of learner and teachers for the same logits.
     """
-    plain_BV = log_distribution(scaled_logits(logits_BV, 1.0))
-    top_BK = plain_BV.topk(min(draw.report, plain_BV.shape[1]), dim=-1).indices
+    plain_SV = log_distribution(scaled_logits(logits_SV, 1.0))
+    top_BK = plain_SV.topk(min(draw.report, plain_SV.shape[1]), dim=-1).indices[row_B]
     if draw.greedy:
-        tokens_B = logits_BV.argmax(-1)
-        _check_finite(plain_BV.amax(-1))
-        logprobs_B = _pick(plain_BV, tokens_B)
+        tokens_B = logits_SV.argmax(-1)[row_B]
+        _check_finite(plain_SV.amax(-1))
+        logprobs_B = plain_SV[row_B, tokens_B]
         return Sampled(tokens_B, logprobs_B, logprobs_B, top_BK)
-    tempered_BV = plain_BV
+    tempered_SV = plain_SV
     if draw.temperature != 1.0:
-        tempered_BV = log_distribution(scaled_logits(logits_BV, draw.temperature))
-    weights_BV = tempered_BV.exp()
-    tokens_B, total_B = inverse_cdf(cut(weights_BV, draw) if draw.cuts else weights_BV, uniform_B)
+        tempered_SV = log_distribution(scaled_logits(logits_SV, draw.temperature))
+    weights_SV = tempered_SV.exp()
+    tokens_B, total_B = inverse_cdf(cut(weights_SV, draw) if draw.cuts else weights_SV, uniform_B, row_B)
     _check_finite(total_B)
-    logprobs_B = _pick(tempered_BV, tokens_B)
+    logprobs_B = tempered_SV[row_B, tokens_B]
     if draw.cuts:
         logprobs_B = logprobs_B - total_B.log()
-    return Sampled(tokens_B, logprobs_B, _pick(plain_BV, tokens_B), top_BK)
-
-
-def _pick(logprobs_BV: Tensor, tokens_B: Tensor) -> Tensor:
-    return logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
+    return Sampled(tokens_B, logprobs_B, plain_SV[row_B, tokens_B], top_BK)
 
 
 def _check_finite(sum_B: Tensor) -> None:
@@ -118,12 +115,16 @@ def _cut_ranked(weights_BV: Tensor, top_k: int, top_p: float, width: int) -> Ten
     return torch.zeros_like(weights_BV).scatter_(-1, ids_BK, best_BK)
 
 
-def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's token at fraction `uniform` of its cumulative float64 sum, and the row's total."""
-    sums_BV = weights_BV.cumsum(-1, dtype=torch.float64)
-    total_B = sums_BV[:, -1]
-    tokens_B1 = torch.searchsorted(sums_BV, (uniform_B * total_B).unsqueeze(-1), right=True)
-    return tokens_B1.squeeze(-1), total_B
+def inverse_cdf(weights_SV: Tensor, uniform_B: Tensor, row_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token at share `uniform` of the running float64 sum of row `row_B`, and the row's total."""
+    sums_SV = weights_SV.cumsum(-1, dtype=torch.float64)
+    total_B = sums_SV[row_B, -1]
+    # Numbers of one row lie beside each other, so that its sums are not repeated.
+    row_B = row_B.contiguous()
+    place_B = torch.arange(len(row_B), device=row_B.device) - torch.searchsorted(row_B, row_B)
+    wanted_SK = sums_SV.new_zeros(len(sums_SV), int(place_B.max()) + 1)
+    wanted_SK[row_B, place_B] = uniform_B * total_B
+    return torch.searchsorted(sums_SV, wanted_SK, right=True)[row_B, place_B], total_B
 
 
 def _signed(x: int) -> int:

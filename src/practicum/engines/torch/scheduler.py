@@ -25,13 +25,17 @@ from practicum.errors import EngineError
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the engine's creation. Prefilled tokens were computed, reused ones came from the cache."""
+    """Counts since the engine's creation. Prefilled tokens were computed, reused ones came from the cache.
+
+    Shared tokens are inputs of decoding that a sequence computed for more than one session.
+    """
 
     prefilled_prompts: int = 0
     prefilled_tokens: int = 0
     reused_tokens: int = 0
     decode_steps: int = 0
     decoded_tokens: int = 0
+    shared_tokens: int = 0
     sampled_tokens: int = 0
     scored_tokens: int = 0
     confirmed_turns: int = 0
@@ -93,50 +97,58 @@ class Scheduler:
                 self.waiting.add(job)
             elif isinstance(job, ScoreJob):
                 self.scoring.append(job)
-        rows = self.running
-        self._remove(self.memory, [row for row, job in enumerate(rows.jobs) if job.abandoned])
+        self._regroup(self.memory, [row for row, job in enumerate(self.running.jobs) if job.abandoned])
         outcomes = self._score() + self._confirm()
         hidden = [*self._decode(self.memory), *self._admit(self.memory)]
         if hidden:
-            hidden_B, uniform_B = torch.cat(hidden), uniforms(rows.key_B, rows.made_B)
-            groups, parts = rows.by_draw(), []
-            for draw, alike in groups:
-                parts.append(sample_hidden(self._runner, hidden_B[alike], draw, uniform_B[alike]))
-            sampled = parts[0]
-            if len(parts) > 1:  # restore the order of the rows
-                order = [row for _, alike in groups if isinstance(alike, list) for row in alike]
-                back_B = torch.tensor(order, device=hidden_B.device).argsort()
-                most = max(part.top_BK.shape[1] for part in parts)
-                parts = [x._replace(top_BK=pad(x.top_BK, (0, most - x.top_BK.shape[1]))) for x in parts]
-                sampled = Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
+            rows, hidden_S, parts, order = self.running, torch.cat(hidden), [], []
+            uniform_B = uniforms(rows.key_B, rows.made_B)
+            for draw, alike in rows.by_draw():
+                slots, row_B = rows.slot_B[alike].unique_consecutive(return_inverse=True)
+                parts.append(sample_hidden(self._runner, hidden_S[slots], draw, uniform_B[alike], row_B))
+                order += alike
+            most = max(part.top_BK.shape[1] for part in parts)
+            parts = [x._replace(top_BK=pad(x.top_BK, (0, most - x.top_BK.shape[1]))) for x in parts]
+            back_B = torch.tensor(order, device=hidden_S.device).argsort()  # restores the order of the rows
+            sampled = Sampled(*(torch.cat(column)[back_B] for column in zip(*parts, strict=True)))
             self.stats.sampled_tokens += rows.count
             outcomes += self._collect(self.memory, sampled)
         return outcomes, self.busy
 
     def _decode(self, memory: KvMemory) -> list[Tensor]:
-        """Return hidden states of the newest token of each running row."""
+        """Return hidden states of the newest token of each running sequence."""
         rows = self.running
         if not rows.count:
             return []
-        position_B = rows.position_B if self._runner.sees else None
-        hidden_B, experts_B = decode(self._runner, memory, rows.last_B, rows.length_B, position_B)
-        if experts_B is not None:
-            rows.note_experts(experts_B)
-        rows.length_B.add_(1)
+        token_S, length_S, position_S = rows.inputs()
+        # Each session may need a slot of its own after this token.
+        memory.reserve(rows.count, int(length_S.max()) + 1)
+        hidden_S, experts_S = decode(self._runner, memory, token_S, length_S, position_S)
+        if experts_S is not None:
+            rows.note_experts(experts_S)
+        rows.note_decoded()
         self.stats.decode_steps += 1
-        self.stats.decoded_tokens += rows.count
-        return [hidden_B]
+        self.stats.decoded_tokens += rows.sequences
+        self.stats.shared_tokens += rows.count - rows.sequences
+        return [hidden_S]
 
     def _admit(self, memory: KvMemory) -> list[Tensor]:
         """Assign free slots to waiting requests. Return hidden states of their prompts' last tokens."""
         taken = self.waiting.take(self._slots - self.running.count, self._prefill_tokens, self.cache.find)
+        if taken:
+            count = self.running.count + sum(len(one.jobs) for one in taken)
+            longest = memory.longest if self.running.count else 0
+            memory.reserve(count, max(longest, *(len(one.prompt) for one in taken)))
         new = [one.prompt for one in taken if one.computed is None and one.kept is None]
         computed = iter(prefill(self._runner, new) if new else [])
         self.stats.prefilled_prompts += len(new)
         self.stats.prefilled_tokens += sum(map(len, new))
-        fresh = [
-            self._start(memory, one, one.computed or next(computed)) for one in taken if one.kept is None
-        ]
+        fresh: list[Tensor] = []
+        for one in taken:
+            if one.kept is None:
+                prompt = one.computed or next(computed)
+                memory.put_prompt(prompt.kv, self.running.sequences, 1)
+                fresh.append(self._start(one, prompt))
         # Sorted by length, so that adjacent rows need little padding.
         begun = sorted((one for one in taken if one.kept), key=lambda one: len(one.prompt))
         fresh += self._extend(memory, begun) if begun else []
@@ -146,13 +158,11 @@ class Scheduler:
     def _extend(self, memory: KvMemory, admissions: Sequence[Admission]) -> list[Tensor]:
         """Admit prompts that begin with a cached sequence."""
         begun: list[tuple[int, CachedSequence]] = []
-        slot = self.running.count
-        for one in admissions:
+        for slot, one in enumerate(admissions, self.running.sequences):
             assert one.kept is not None
             memory.put_prompt(one.kept.kv, slot, 1)
             self.cache.use(one.kept, len(one.jobs))
             begun.append((slot, one.kept))
-            slot += len(one.jobs)
         prompts = [one.prompt for one in admissions]
         computed = extend(self._runner, memory, prompts, begun)
         reused = sum(len(kept) for _, kept in begun)
@@ -160,28 +170,24 @@ class Scheduler:
         self.stats.prefilled_tokens += sum(map(len, prompts)) - reused
         self.stats.reused_tokens += reused
         pairs = zip(admissions, computed, strict=True)
-        return [self._start(memory, one, prompt, filled=1) for one, prompt in pairs]
+        return [self._start(one, prompt) for one, prompt in pairs]
 
-    def _start(
-        self, memory: KvMemory, admission: Admission, prompt: PrefilledPrompt, filled: int = 0
-    ) -> Tensor:
-        """Assign slots to a computed prompt's requests. The first `filled` slots already hold it."""
-        count = len(admission.jobs)
-        memory.put_prompt(prompt.kv, self.running.count + filled, count - filled)
+    def _start(self, admission: Admission, prompt: PrefilledPrompt) -> Tensor:
+        """Begin the sequence of a prompt that the next slot holds, for all of its requests."""
         self.waiting.keep(admission.prompt, prompt)
         self.running.add(admission.jobs, prompt)
-        return prompt.hidden.expand(count, -1)
+        return prompt.hidden.unsqueeze(0)
 
     def _collect(self, memory: KvMemory, sampled: Sampled) -> list[Outcome]:
-        """Append a token to each row, and free the slots of finished rows."""
+        """Add a token to each session. Finished ones leave, and sequences split whose tokens differ."""
         done, finishes = self.running.append(sampled)
-        jobs = [self.running.jobs[row] for row in done]
+        jobs, slots = [self.running.jobs[row] for row in done], self.running.slot_B[done].tolist()
         made = list(zip(jobs, self.running.generations(done, finishes, self.version), strict=True))
-        for row, (job, generation) in zip(done, made, strict=True):
+        for slot, (job, generation) in zip(slots, made, strict=True):
             if job.keep:  # the last token was never an input and has no cache
                 ids = (*job.prompt.ids, *generation.tokens[:-1].tolist())
-                self.cache.put(ids, job.prompt.pictures, memory.prompt(row, len(ids)), generation.experts)
-        self._remove(memory, done)
+                self.cache.put(ids, job.prompt.pictures, memory.prompt(slot, len(ids)), generation.experts)
+        self._regroup(memory, done)
         if self.alone:
             self._drafts += made
             return []
@@ -203,8 +209,8 @@ class Scheduler:
                 outcomes.append((job, made))
         return outcomes
 
-    def _remove(self, memory: KvMemory, rows: list[int]) -> None:
-        for source, target, length in self.running.remove(rows) if rows else ():
+    def _regroup(self, memory: KvMemory, gone: list[int]) -> None:
+        for source, target, length in self.running.regroup(gone):
             memory.move(source, target, length)
 
     def _score(self) -> list[Outcome]:

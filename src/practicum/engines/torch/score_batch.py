@@ -1,7 +1,7 @@
 """Score given tokens, packed without padding, and without logits of all tokens in memory.
 
-A prefix before the scored tokens is computed once for all jobs that share it. A job's numbers are
-bit-identical in any batch (`cpu/batch_invariance.py`), even with jobs of other adapters.
+Equal beginnings of jobs are computed once. A job's numbers are bit-identical in any batch
+(`cpu/batch_invariance.py`), even with jobs of other adapters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from practicum.engines.torch.model_runner import ModelRunner, pack
 from practicum.engines.torch.prompt_cache import PromptKey
 from practicum.engines.torch.request_queue import ScoreJob
 from practicum.models.packed_attention import PackedLayout
+from practicum.models.token_tree import TokenRows
 
 LOGITS_AT_ONCE = 2**22
 
@@ -59,23 +61,30 @@ Prefix = tuple[str, PromptKey]
 
 
 def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
-    """Return hidden states [R, H] that predict the tokens of each job. Jobs are sorted by adapter."""
-    numbers: dict[Prefix, int] = {}
-    parents = [numbers.setdefault((job.adapter, job.prefix), len(numbers)) for job in jobs]
+    """Return hidden states [R, H] that predict the tokens of each job."""
     # The last token predicts no scored token, so it is not an input.
-    tails = [job.targets[:-1] for job in jobs]
-    prefixes = [prefix for _, prefix in numbers]
-    lengths = [len(prefix) for prefix in prefixes]
-    continuations = [(parent, len(tail)) for parent, tail in zip(parents, tails, strict=True) if tail]
-    layout = PackedLayout.of_sequences(lengths, continuations).to(runner.device)
-    rows = [(adapter, len(prefix)) for adapter, prefix in numbers]
-    rows += [(job.adapter, len(tail)) for job, tail in zip(jobs, tails, strict=True)]
-    inputs = pack(runner.model.config, prefixes, runner.device, tails=tails, parents=parents)
-    hidden_N = runner.hidden(inputs, layout, adapter_parts(rows))
-    last = torch.tensor(lengths, device=runner.device).cumsum(0) - 1
-    first_BH = hidden_N[last[parents]]
-    parts = hidden_N[sum(lengths) :].split([len(tail) for tail in tails])
-    return [torch.cat([first.unsqueeze(0), part]) for first, part in zip(first_BH, parts, strict=True)]
+    tails = [tuple(job.targets[:-1]) for job in jobs]
+    prefixes = [job.prefix for job in jobs]
+    tokens = TokenRows(
+        [np.array(prefix.ids + tail) for prefix, tail in zip(prefixes, tails, strict=True)],
+        [job.adapter.encode() + b"/" + prefix.digest for job, prefix in zip(jobs, prefixes, strict=True)],
+        [len(prefix) if prefix.images is not None else 0 for prefix in prefixes],
+    )
+    tree = tokens.tree(range(len(jobs)))
+    layout = PackedLayout.of_segments(tree.segments).to(runner.device)
+    inputs = pack(
+        runner.model.config,
+        [prefixes[i] for i in tree.order],
+        runner.device,
+        tree.starts,
+        [tails[i] for i in tree.order],
+    )
+    rows = zip(tree.order, tree.starts, strict=True)
+    parts = adapter_parts([(jobs[i].adapter, tokens.lengths[i] - start) for i, start in rows])
+    paths = [torch.from_numpy(tree.paths[i][len(prefixes[i]) - 1 :]) for i in range(len(jobs))]
+    wanted_M, places = torch.cat(paths).to(runner.device).unique(return_inverse=True)
+    hidden_MH = runner.hidden(inputs, layout, parts, wanted_M)
+    return [hidden_MH[place] for place in places.split(list(map(len, paths)))]
 
 
 def adapter_parts(rows: Sequence[tuple[str, int]]) -> list[RowPart]:

@@ -1,8 +1,9 @@
 """The torch engine: continuous batching with growing KV memory, for any transformers causal LM.
 
-Equal prompts are computed once, and a prompt that extends a cached sequence only from there. Paging (all
-slots are as long as the longest running sequence) and reuse of partially equal prompts are intentionally left
-out. This file has the interface, and `scheduler.step` does the work.
+Equal prompts are computed once, and sessions decode as one sequence until their tokens differ. A prompt that
+extends a cached sequence, or its beginning, is computed only from there. Paging (all slots are as long as the
+longest running sequence) is intentionally left out. This file has the interface, and `scheduler.step` does
+the work.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from practicum.recipe.text import yamlfile
 from practicum.recipe.text.origins import differences
 
 NOT_COMPARED = re.compile(
-    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|padding/.*|cluster/.*"
+    r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|shared/.*|padding/.*|cluster/.*"
 )
 """Metrics that the clock, the number of ranks or where a model lives makes."""
 _EXPLAINED = {

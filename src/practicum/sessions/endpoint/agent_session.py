@@ -25,7 +25,7 @@ from practicum.sessions.endpoint.turn_request import (
     make_reply,
     message_key,
 )
-from practicum.sessions.session import ModelTurn, New, Session, Trajectory
+from practicum.sessions.session import ModelTurn, New, NextTurn, Session, Trajectory
 from practicum.tasks.messages import Message, prompt_text
 
 MOST_OPEN = 64
@@ -92,11 +92,11 @@ class Exchange:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a request's turn is added: a session, and its new content."""
+    """Where a request's turn is added: a session, and what it samples next."""
 
     parent: Turn | None
     session: Session
-    new: New | None
+    following: NextTurn
     name: bytes
     context: str
     in_place: bool = False
@@ -166,9 +166,9 @@ class AgentSession:
     def count_tokens(self, request: TurnRequest) -> int:
         """Return the number of tokens that the model would read before its turn."""
         counts = self.counts.copy()
-        place = self._place(request, peek=True)
+        following = self._place(request, peek=True).following
         self.counts = counts
-        return place.session.context - place.session.room_after(place.new)
+        return len(following.trajectory) + len(following.ids)
 
     async def end(self) -> list[Trajectory]:
         """Discard turns in flight. Return the trajectories in order, with that of the last turn at the
@@ -242,7 +242,6 @@ class AgentSession:
         find = self._of_text if request.prompt is not None else self._of_messages
         try:
             place = find(request, peek)
-            place.session.room_after(place.new)  # renders the messages, which the template may reject
             if place.in_place and place.parent is not None and not peek:
                 place.parent.is_taken = True
             return place
@@ -266,7 +265,7 @@ class AgentSession:
         session = self.session.branch(int.from_bytes(name), start=start)
         trajectory = session.new_trajectory(request.messages)
         trajectory.breaks = int(any(message["role"] == "assistant" for message in request.messages))
-        return _Place(None, session, None, name, context)
+        return _Place(None, session, session.plan(None), name, context)
 
     def _of_text(self, request: TurnRequest, peek: bool) -> _Place:
         prompt, tokenizer = request.prompt, self.session.tokenizer
@@ -292,7 +291,7 @@ class AgentSession:
         name = self._name(b"", repr(prompt), peek)
         session = self.session.branch(int.from_bytes(name))
         session.new_trajectory(ids)
-        return _Place(None, session, None, name, "text")
+        return _Place(None, session, session.plan(None), name, "text")
 
     def _continue(
         self, turns: Sequence[Turn], new: New | None, written: str, context: str, peek: bool
@@ -300,11 +299,13 @@ class AgentSession:
         """Continue one of several equal turns: a leaf if possible, else a fork of the first."""
         for turn in turns:
             if not turn.is_taken:
-                return _Place(turn, turn.session, new, self._name(turn.name, written, peek), context, True)
+                name = self._name(turn.name, written, peek)
+                return _Place(turn, turn.session, turn.session.plan(new), name, context, True)
         name = self._name(turns[0].name, written, peek)
         if not peek:
             self.counts["forks"] += 1
-        return _Place(turns[0], turns[0].fork(self.session, int.from_bytes(name)), new, name, context)
+        fork = turns[0].fork(self.session, int.from_bytes(name))
+        return _Place(turns[0], fork, fork.plan(new), name, context)
 
     def _name(self, parent: bytes, written: str, peek: bool) -> bytes:
         """Return a turn's name, from its parent and number, independent of timing."""
@@ -324,7 +325,7 @@ class AgentSession:
 
     async def _all(self, work: Sequence[Awaitable[TurnReply]]) -> list[TurnReply]:
         try:
-            return list(await asyncio.gather(*work))
+            return [await work[0]] if len(work) == 1 else list(await asyncio.gather(*work))
         except Refusal:
             raise
         except Exception as error:  # engine errors end the run, not the request
@@ -337,7 +338,7 @@ class AgentSession:
         most = session.sampling.max_new_tokens
         try:
             turn = await session.generate(
-                place.new, max_new_tokens=min(request.max_tokens or most, most), stop_texts=request.stop
+                place.following, max_new_tokens=min(request.max_tokens or most, most), stop_texts=request.stop
             )
             if not turn.tokens and turn.finish == "context":
                 message = f"the context of {session.context} tokens has no room for a turn"

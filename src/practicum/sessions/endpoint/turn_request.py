@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from practicum.processes.http_server import Refusal
+from practicum.sessions.chat import THOUGHT
 from practicum.sessions.tools.tool import Parameter, Tool
 from practicum.sessions.tools.tool_calls import BadCall, Style, read_calls
 from practicum.tasks.messages import Message
@@ -31,7 +32,6 @@ ROLES = {
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _ECHO = re.compile(r"\s*Calling tools:\n(\[\{.*\}\])\Z", re.DOTALL)
 """Format of smolagents' calls in a turn's text. Calls of python_interpreter are the text itself."""
-_THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 MessageKey = tuple[Any, ...]
 
 
@@ -126,7 +126,7 @@ def message_key(message: Message) -> MessageKey:
             calls = [call for call in listed if call["name"] != "python_interpreter"]
             text = text[: echo.start()]
     named = [(call["name"], json.dumps(call["arguments"], sort_keys=True)) for call in calls]
-    return role, _THOUGHT.sub("", text, count=1).strip(), *named
+    return role, THOUGHT.sub("", text, count=1).strip(), *named
 
 
 def first_difference(ours: Sequence[MessageKey], theirs: Sequence[MessageKey]) -> tuple[int, str]:
@@ -162,7 +162,7 @@ def make_reply(
     ended: Literal["stop", "length"] = "stop" if finish == "stop" else "length"
     if request.prompt is not None:
         return TurnReply(text, ended, **usage)
-    thought = _THOUGHT.match(text)
+    thought = THOUGHT.match(text)
     reasoning, text = (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
     calls, rest, at = [], [], 0
     tools = [_as_tool(schema) for schema in request.tools]
