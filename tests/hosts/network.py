@@ -35,8 +35,8 @@ def _run(command: str) -> str:
 
 def missing() -> str | None:
     """Return why this machine can't have network namespaces, or None if it can."""
-    if not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter"))):
-        return "needs ip and tc (Debian: apt-get install iproute2), unshare and nsenter"
+    if not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter", "setpriv"))):
+        return "needs ip and tc (Debian: apt-get install iproute2), unshare, nsenter and setpriv"
     name = f"pr-try-{os.getpid()}"
     try:
         _run(f"ip netns add {name}")
@@ -69,8 +69,10 @@ class Host:
         self.boot()
 
     def boot(self) -> None:
-        """Start the host's first process, which all others belong to. Folders below /tmp that are shared
-        stay visible; everything else below /tmp is the host's own."""
+        """Start the host's first process, which all others belong to. It ends with this process.
+
+        Folders below /tmp that are shared stay visible; everything else below /tmp is the host's own.
+        """
         places = [(shlex.quote(str(path)), f"/mnt/practicum-{i}") for i, path in enumerate(self._shared)]
         shell = " && ".join(
             [
@@ -81,7 +83,7 @@ class Host:
                 f"ip link set lo up && echo ready && exec sleep {LIFE_S}",
             ]
         )
-        spaces = "unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
+        spaces = "setpriv --pdeathsig KILL unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
         command = f"ip netns exec {self.space} {spaces}"
         self.init = subprocess.Popen(
             [*command.split(), "sh", "-c", shell],
