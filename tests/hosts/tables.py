@@ -43,11 +43,13 @@ def cuts_table() -> str:
     rows, cases = [], _read("host_cuts.jsonl")
     for action, shown in _ACTIONS.items():
         cells, these = [], [case for case in cases if case["action"] == action]
+        if not these:
+            continue
         for host in _HOSTS:
             ends = Counter(case["end"] for case in these if case["host"] == host and not case["problems"])
             cells.append(", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
         failed = sum(bool(case["problems"]) for case in these)
-        longest = max((case["seconds"] for case in these), default=0)
+        longest = max(case["seconds"] for case in these)
         rows.append([shown, *cells, str(failed), f"{longest:.0f} s"])
     return _table(["what happened", *_HOSTS.values(), "failed", "longest"], rows)
 

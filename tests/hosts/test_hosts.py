@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +14,10 @@ import yaml
 from practicum.recipe.load_recipe import load_recipe
 from practicum.trainer.run import train_loaded
 from tests.hosts.network import require
-from tests.hosts.ray_hosts import HOST_ENV, RAY, RayHosts
+from tests.hosts.ray_hosts import HOST_ENV, RayHosts
 from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 from tests.trainer.recipes import TINY
 from tests.trainer.test_ray import GRPO, PPO, STEPS, assert_same_run
-from tests.trainer.test_run import metrics_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 RUN_S = 240.0
@@ -122,73 +120,3 @@ def test_a_host_that_does_not_see_the_run_folder_or_a_model_is_named(hosts: RayH
         assert f"{address} does not have the run folder /tmp/alone/run" in text
         assert f"{address} does not have the model /tmp/student" in text
     assert "Traceback" not in text
-
-
-def test_a_host_with_other_versions_is_named(hosts: RayHosts, tmp_path: Path):
-    """A host on which another version of transformers is found first."""
-    found = tmp_path / "packages" / "transformers-0.0.1.dist-info"
-    found.mkdir(parents=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
-    host = hosts["worker2"]
-    host.kill()
-    host.boot()
-    hosts.start_ray(host, PYTHONPATH=f"{found.parent}:{HOST_ENV['PYTHONPATH']}")
-    recipe = tmp_path / "recipe.yaml"
-    runtime = {"kind": "ray", "address": hosts.address, "threads": 1}
-    recipe.write_text(yaml.safe_dump(TINY | {"runtime": runtime}))
-    try:
-        with pytest.raises(OSError, match="failed") as failed:
-            hosts.practicum("train", str(recipe), "--out", "run", timeout=RUN_S, cwd=tmp_path)
-    finally:
-        host.kill()
-        host.boot()
-        hosts.start_ray(host)
-    (line,) = [line for line in str(failed.value).splitlines() if line.startswith("•")]
-    assert host.address in line
-    assert "transformers 0.0.1" in line
-
-
-@pytest.fixture(scope="module")
-def large_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
-    """Two hosts with two and three CPUs, a head that takes jobs, and a host outside of the cluster."""
-    require()
-    cpus = {"head": 0, "worker0": 2, "worker1": 3}
-    with RayHosts(cpus, [tmp_path_factory.getbasetemp()], ["outside"], jobs=True) as hosts:
-        yield hosts
-
-
-def test_ranks_and_replicas_of_a_node_share_a_host(large_hosts: RayHosts, tmp_path: Path):
-    recipe = tmp_path / "recipe.yaml"
-    runtime = {"kind": "ray", "address": large_hosts.address, "threads": 1}
-    pools = {"train": {"devices": 2}, "rollout": {"devices": 2}}
-    rollout = TINY["rollout"] | {"replicas": 2}
-    recipe.write_text(yaml.safe_dump(TINY | {"runtime": runtime, "pools": pools, "rollout": rollout}))
-    command = [sys.executable, "-m", "tests.hosts.places", str(recipe), "train", "rollout"]
-    done = large_hosts.head.run(command, RUN_S, env=HOST_ENV, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:]
-    places = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
-    assert [role for role, _ in places] == ["rollout"] * 2 + ["train"] * 2
-    (rollouts,), (ranks,) = (
-        {place for role, place in places if role == name} for name in ("rollout", "train")
-    )
-    assert {rollouts, ranks} == {large_hosts["worker0"].address, large_hosts["worker1"].address}
-
-
-def test_a_job_from_outside_brings_its_modules(large_hosts: RayHosts, tmp_path: Path):
-    """As examples/cluster.md describes it: recipe and reward function are on no host of the cluster."""
-    sections = {"reward": {"functions": [{"use": "scoring:score"}]}, "train": STEPS}
-    files = {
-        "scoring.py": "def score(sample):\n    return len(sample.response_text) % 2\n",
-        "recipe.yaml": yaml.safe_dump(TINY | sections),
-    }
-    outside = large_hosts["outside"]
-    outside.run(["mkdir", "-p", "/tmp/project"], 10)
-    for name, text in files.items():
-        outside.run(["tee", f"/tmp/project/{name}"], 10, text)
-    command = [sys.executable, "-m", "practicum", "train", "recipe.yaml", "--out", str(tmp_path / "run")]
-    cluster = ["--set", "runtime.kind=ray", "--set", "runtime.address=auto"]
-    submit = [*RAY, "job", "submit", "--address", f"http://{large_hosts.head.address}:8265"]
-    folder = ["--runtime-env-json", '{"working_dir": "/tmp/project"}']
-    done = outside.run([*submit, *folder, "--", *command, *cluster], RUN_S, env=HOST_ENV)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert len(metrics_of(tmp_path / "run")) == 1 + STEPS["steps"]
