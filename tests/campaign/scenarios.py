@@ -133,15 +133,16 @@ def _local_teachers(models: Path, server: str) -> dict[str, Any]:
 
 
 def _ray_teachers(models: Path, server: str) -> dict[str, Any]:
-    sections = make_teachers(models, server) | _cluster(1, 10)
-    return make_recipe({"replicas": 2}, reward=_judge(models), **sections)
+    sections = make_teachers(models, server) | _cluster(1, 12)
+    sections["pools"]["rollout"] = {"devices": 2}
+    return make_recipe(reward=_judge(models), **sections)
 
 
 def _ray_agent(models: Path, server: str) -> dict[str, Any]:
     teachers = {"self": {"student": {"every": 2}, "placement": "own", "deadline_s": 20}}
     sections = _agent() | _cluster(1, 8)
     sections["pools"]["rollout"] = {"devices": 2}
-    return make_recipe({"replicas": 2, "lag": 1}, teachers=teachers, distill={"top_k": 4}, **sections)
+    return make_recipe({"lag": 1}, teachers=teachers, distill={"top_k": 4}, **sections)
 
 
 def _ray_queue(models: Path, server: str) -> dict[str, Any]:

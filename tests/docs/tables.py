@@ -111,7 +111,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "top_k"}},
     {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "full"}},
     {
-        "algorithm": {"advantage": "gae", "kl": {"place": "reward"}, "mismatch": {"weights": "token"}},
+        "algorithm": {"advantage": "gae", "kl": {"place": "reward"}, "mismatch": "token"},
         "critic": {},
         "train": {"epochs": 2, "minibatches": 2},
     },

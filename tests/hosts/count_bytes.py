@@ -46,7 +46,7 @@ def recipe(
     address: str, prompts: int, tokens: int, tasks: dict[str, Any], teacher: str = ""
 ) -> dict[str, Any]:
     """With a teacher, which is a model's folder, each worker has its own host."""
-    model = {"hidden": 128, "layers": 4, "heads": 4, "head_dim": 32, "context": 512}
+    model = {"hidden": 128, "layers": 4, "heads": 4, "context": 512}
     family = {"family": "qwen2_5_vl"} if tasks is IMAGES else {}
     count = 1 if teacher else 2
     taught = {"own": {"model": teacher, "placement": "own"}}
@@ -55,7 +55,7 @@ def recipe(
         "name": "bytes",
         "model": {"random_init": model | family},
         "tasks": tasks,
-        "rollout": {"samples": 8, "max_new_tokens": tokens, "replicas": count},
+        "rollout": {"samples": 8, "max_new_tokens": tokens},
         "train": {"steps": STEPS, "prompts": prompts, "minibatches": 2, "lr": 1e-4},
         "eval": {"rows": 0},
         "checkpoint": {"every": 1000},
