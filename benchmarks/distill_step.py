@@ -35,8 +35,14 @@ from practicum.learning.update_batch import TeacherColumns, UpdateBatch
 from practicum.runtime.local import LocalRoles
 
 MAX_NEW, LR = 32, 1e-5
-CASES = {"1 thread": (32, 8, 1, 4), "2 threads": (32, 8, 2, 3), "1 thread, distinct prompts": (256, 1, 1, 4)}
-"""Prompts, samples of each, threads and rounds."""
+LONG_DIGITS, LONG_NEW = (506, 506), 64
+CASES: dict[str, tuple[int, int, int, int, tuple[int, int], int]] = {
+    "1 thread": (32, 8, 1, 4, MORE_DIGITS, MAX_NEW),
+    "2 threads": (32, 8, 2, 3, MORE_DIGITS, MAX_NEW),
+    "1 thread, distinct prompts": (256, 1, 1, 4, MORE_DIGITS, MAX_NEW),
+    "1 thread, long prompts": (8, 8, 1, 3, LONG_DIGITS, LONG_NEW),
+}
+"""Prompts, samples of each, threads, rounds, digits of a prompt, and most new tokens."""
 BLOCK = 2
 """Steps that a contender takes in one turn."""
 CHECKED_ROWS, TOLERANCE = 32, 1e-3
@@ -47,15 +53,17 @@ LEARNT = "learnt_loss"
 TEACHER = "sorter"
 
 
-def practicum(channel: Channel, prompts: int, samples: int, threads: int) -> None:
+def practicum(
+    channel: Channel, prompts: int, samples: int, threads: int, digits: tuple[int, int], max_new: int
+) -> None:
     """The step of `practicum train` with a colocated teacher, all run-time checks on."""
     recipe = make_distillation(
         "distill_step",
         {TEACHER: {"model": str(teacher_folder())}},
         prompts=prompts,
         samples=samples,
-        max_new_tokens=MAX_NEW,
-        digits=MORE_DIGITS,
+        max_new_tokens=max_new,
+        digits=digits,
         lr=LR,
         signal="full",
         threads=threads,
@@ -71,7 +79,9 @@ def practicum(channel: Channel, prompts: int, samples: int, threads: int) -> Non
         channel.serve(run)
 
 
-def trl(channel: Channel, prompts: int, samples: int, threads: int) -> None:
+def trl(
+    channel: Channel, prompts: int, samples: int, threads: int, digits: tuple[int, int], max_new: int
+) -> None:
     """DistillationTrainer, whose loop waits in a callback for its turn."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,7 +91,7 @@ def trl(channel: Channel, prompts: int, samples: int, threads: int) -> None:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for folder in (model_folder(), teacher_folder())
     )
-    drawn = examples(2, 0, 32 * prompts, MORE_DIGITS)
+    drawn = examples(2, 0, 32 * prompts, digits)
     counted: list[Measured] = []
     checked: Measured = {}
 
@@ -91,7 +101,7 @@ def trl(channel: Channel, prompts: int, samples: int, threads: int) -> None:
     trainer = _timed_trainer(counted)(
         model=student,
         teacher_model=teacher,
-        args=_trl_config(prompts * samples),
+        args=_trl_config(prompts * samples, max_new),
         # It samples once for each row, so a prompt's samples are rows of their own.
         train_dataset=Dataset.from_dict({"prompt": [e.prompt for e in drawn for _ in range(samples)]}),
         processing_class=AutoTokenizer.from_pretrained(model_folder(), padding_side="left"),
@@ -139,11 +149,11 @@ def _peak() -> Measured:
     return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def _trl_config(rows: int) -> Any:
+def _trl_config(rows: int, max_new: int) -> Any:
     from trl import DistillationConfig  # pyright: ignore[reportMissingImports]
 
     return DistillationConfig(
-        **trl_peer.settings(rows, MAX_NEW, LR),
+        **trl_peer.settings(rows, max_new, LR),
         beta=1.0,  # reverse KL
         shuffle_dataset=False,
     )
@@ -231,9 +241,10 @@ def main(titles: Sequence[str]) -> None:
     path = harness.RESULTS / "distill_step.json"
     raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
     for title in titles:
-        prompts, samples, threads, rounds = CASES[title]
+        prompts, samples, threads, rounds, digits, max_new = CASES[title]
         print(f"distillation step, {title}")
-        options = {"prompts": prompts, "samples": samples, "threads": threads}
+        options: dict[str, Any] = {"prompts": prompts, "samples": samples, "threads": threads}
+        options |= {"digits": digits, "max_new": max_new}
         contenders = [
             Contender(name, f"benchmarks.distill_step:{name}", options, threads)
             for name in ("practicum", "trl")
@@ -247,8 +258,6 @@ def main(titles: Sequence[str]) -> None:
             )
     settings = {
         "cases": CASES,
-        "max_new_tokens": MAX_NEW,
-        "digits": MORE_DIGITS,
         "lr": LR,
         "trl_microbatch_rows": trl_peer.MICROBATCH,
         "steps_per_round": BLOCK,

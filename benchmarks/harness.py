@@ -33,12 +33,16 @@ Measured = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name, the function that competes (`module:function`), its options and its threads."""
+    """A name, the function that competes (`module:function`), its options and its threads.
+
+    `source` is the folder of another practicum, to be imported in place of the installed one.
+    """
 
     name: str
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
+    source: str = ""
 
 
 class Stopwatch:
@@ -106,7 +110,10 @@ class Child:
                 stderr=log,
                 text=True,
                 cwd=HERE.parent,
-                env=os.environ | quiet | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+                env=os.environ
+                | quiet
+                | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+                | ({"PYTHONPATH": contender.source} if contender.source else {}),
             )
         self._receive()
 

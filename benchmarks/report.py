@@ -126,6 +126,19 @@ def distill_step(found: Mapping[str, Any]) -> str:
     return "\n\n".join([title, table(head, rows), same, *busy(found["raced"])])
 
 
+def agent_step(found: Mapping[str, Any]) -> str:
+    """Seconds per step of agents, beside another checkout if it was raced."""
+    rows = []
+    for title, raced in found["raced"].items():
+        for name, rounds in raced.items():
+            mid = medians(rounds)
+            parts = [f"{mid[stage]:.2f}" for stage in ("rollout", "update_student")]
+            told = "" if name == "practicum" else faster(paired_ratio(rounds, raced["practicum"], "seconds"))
+            rows.append([title, name, ranged(rounds, "seconds"), *parts, f"{mid['tokens']:.0f}", told])
+    head = ["agents", "contender", "s/step", "rollout", "update", "tokens sampled", "practicum is faster by"]
+    return "\n\n".join([f"### Agents' step, {where(found)}", table(head, rows), *busy(found["raced"])])
+
+
 def sessions(found: Mapping[str, Any]) -> str:
     """Sessions per second, and the share of the time in which the engine computed."""
     raced = found["raced"]["1 thread"]
@@ -230,7 +243,7 @@ def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
 
 SECTIONS = (
     *(rollout, grpo_step, words_step, hybrid_step, profile, distill_step),
-    *(sessions, agents, data_plane, ray_step, async_step),
+    *(agent_step, sessions, agents, data_plane, ray_step, async_step),
 )
 """In the report's order; each is named as its file in results/."""
 
