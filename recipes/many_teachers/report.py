@@ -53,7 +53,9 @@ def report(records: Sequence[Record]) -> str:
     for name in dict.fromkeys(record["set"] for record in records):
         own = [record for record in records if record["set"] == name]
         found = {budget: scores_at(own, budget) for budget in BUDGETS}
-        parts += [f"### Task set `{name}`", "", *_scores(own, found), "", *_claims(found), ""]
+        seeds = " and ".join(str(seed) for seed in dict.fromkeys(record["seed"] for record in own))
+        heading = f"### Task set `{name}`, seed{'s' * (' ' in seeds)} {seeds}"
+        parts += [heading, "", *_scores(own, found), "", *_claims(found), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -108,7 +110,7 @@ def _claims(found: Mapping[str, Scores]) -> list[str]:
         ]
         if set(cells) != {"–"}:
             lines.append(f"| {claim} | [{source}](https://arxiv.org/abs/{source}) | {' | '.join(cells)} |")
-    return lines
+    return lines if len(lines) > 2 else []
 
 
 def verdict(one: Mapping[int, float], other: Mapping[int, float], least: float) -> str:
@@ -116,8 +118,8 @@ def verdict(one: Mapping[int, float], other: Mapping[int, float], least: float) 
     apart = [one[seed] - other[seed] for seed in one if seed in other]
     if not apart:
         return "–"
-    count = sum(difference > least for difference in apart)
-    word = "holds" if count == len(apart) else "undecided" if count else "does not hold"
+    holds, fails = all(x > least for x in apart), all(x < least for x in apart)
+    word = "holds" if holds else "does not hold" if fails else "undecided"
     return f"{word}: {spread(apart, sign='+')}"
 
 

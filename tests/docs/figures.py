@@ -10,7 +10,7 @@ from html import escape
 from benchmarks.demo_seeds import STORED
 from rich.console import Console
 
-from practicum.commands.demo import BASE, PURPOSES, SPECIALIST, STUDENT, WAY, Rows
+from practicum.commands.demo import BASE, PURPOSES, SAMPLED, SPECIALIST, STUDENT, WAY, Rows
 from practicum.observe.text import score_table
 
 from .pages import ROOT
@@ -21,6 +21,7 @@ _STYLE = """<style>
   svg { background: white }
   text { font: 13px system-ui, sans-serif; fill: #1f2328 }
   .small { font-size: 11px; fill: #57606a }
+  .inside { font-size: 11px; fill: white }
   .box { fill: #f6f8fa; stroke: #57606a }
   .store { fill: #e7f3ee; stroke: #1b7f5c }
   .keys { fill: #fdf3e1; stroke: #c98a2b }
@@ -87,17 +88,20 @@ def _text(x: float, y: float, text: str, kind: str) -> str:
 
 
 def demo_scores(rows: Rows) -> str:
-    """Return the demo's scores as bars: base model, the domain's specialist and the student."""
-    parts = ['<text x="60" y="26">share of held-out prompts answered right (greedy)</text>']
+    """Return the demo's scores as bars, with lines for greedy scores."""
+    title = "share of held-out prompts answered right: sampled (bar) and greedy (line)"
+    parts = [f'<text x="60" y="26">{title}</text>']
     parts.append('<path d="M60,50 V230 H540" stroke="#57606a" fill="none"/>')
     domains = [name for name in rows[BASE] if f"specialist {name}" in rows]
     for number, domain in enumerate(domains):
         models = {"base": BASE, "specialist": f"specialist {domain}", "student": STUDENT}
         for place, (name, model) in enumerate(models.items()):
-            score, x = rows[model][domain], 75 + number * 155 + place * 40
+            score, x = rows[f"{model}{SAMPLED}"][domain], 75 + number * 155 + place * 40
+            top = 230 - 180 * rows[model][domain]
+            parts.append(f'<path d="M{x},{top:.0f} h36" stroke="{_COLOURS[name]}" stroke-width="2"/>')
             size = f'y="{230 - 180 * score:.0f}" width="36" height="{180 * score:.0f}"'
             parts.append(f'<rect x="{x}" {size} fill="{_COLOURS[name]}"/>')
-            parts.append(_text(x + 18, 224 - 180 * score, f"{score:.2f}", "small"))
+            parts.append(_text(x + 18, 244 - 180 * score, f"{score:.2f}", "inside"))
         parts.append(_text(133 + number * 155, 250, domain, ""))
     labels = ("base model", "specialist of the domain", "student")
     for number, (label, colour) in enumerate(zip(labels, _COLOURS.values(), strict=True)):
@@ -115,7 +119,11 @@ def demo_terminal(rows: Rows) -> str:
     for number, name in enumerate(names, start=1):
         console.print(f"[bold]{number}/{len(names)}[/bold] {name}: {PURPOSES.get(name, SPECIALIST)}")
     shown = {name: row for name, row in rows.items() if name != WAY}
-    console.print(score_table("share of held-out prompts answered right", shown, list(rows[BASE])))
+    console.print(
+        score_table(
+            "share of held-out prompts answered right: greedily, and sampled", shown, list(rows[BASE])
+        )
+    )
     svg = console.export_svg(title="practicum demo", unique_id="demo")
     return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # no fonts from the network
 

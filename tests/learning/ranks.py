@@ -32,7 +32,13 @@ from .reference import VOCAB, adapted, random_batch, take, tiny, with_shared_beg
 
 WORLD = 2
 UPDATES = 3
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5, microbatch_tokens=40)
+TRAIN = Train(
+    lr=0.01,
+    optimizer="tests.learning.optimizers:steady",
+    weight_decay=0.1,
+    max_grad_norm=0.5,
+    microbatch_tokens=40,
+)
 
 
 @dataclass

@@ -52,7 +52,7 @@ from .test_update import LOSSES, algorithm
 from .test_vision import seeing, vision_batch
 from .updates import assert_same, learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", weight_decay=0.1, max_grad_norm=0.5)
 IDS = torch.arange(12).unsqueeze(0) % 19
 
 
