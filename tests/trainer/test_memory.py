@@ -55,7 +55,7 @@ UNCAPPED = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY
 def growth(folder: Path, case: str, *, steps: int = STEPS, **environment: str) -> float:
     """Return the memory at the end of a run over that at step EARLY, in steps around them."""
     for seed, name in enumerate("st"):
-        save_teacher(folder / name, seed=seed, scale=1.0, hidden=256, layers=4, heads=4, head_dim=64)
+        save_teacher(folder / name, seed=seed, scale=1.0, hidden=256, layers=4, heads=4)
     recipe = GRPO | CASES[case] | {"model": {"path": "s"}}
     recipe["train"] = recipe["train"] | {"steps": steps}
     ran = subprocess.run(
