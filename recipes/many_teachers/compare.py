@@ -142,7 +142,7 @@ class Lab:
     def teachers(self, **more: Any) -> Record:
         """Return the sections of a run that has a specialist as the teacher of each domain."""
         named = {domain: {"model": str(self.root / domain)} for domain in self.domains}
-        return {"teachers": named, "route": {"by": "task"}, **more}
+        return {"teachers": named, "route": {"by": "task"} if len(named) > 1 else {}, **more}
 
     def shared(self, name: str, lr: float, divergence: str, **more: Any) -> Path:
         distill = {"divergence": divergence, "signal": "shared"}

@@ -53,7 +53,9 @@ def report(records: Sequence[Record]) -> str:
     for name in dict.fromkeys(record["set"] for record in records):
         own = [record for record in records if record["set"] == name]
         found = {budget: scores_at(own, budget) for budget in BUDGETS}
-        parts += [f"### Task set `{name}`", "", *_scores(own, found), "", *_claims(found), ""]
+        seeds = " and ".join(str(seed) for seed in dict.fromkeys(record["seed"] for record in own))
+        heading = f"### Task set `{name}`, seed{'s' * (' ' in seeds)} {seeds}"
+        parts += [heading, "", *_scores(own, found), "", *_claims(found), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -108,7 +110,7 @@ def _claims(found: Mapping[str, Scores]) -> list[str]:
         ]
         if set(cells) != {"–"}:
             lines.append(f"| {claim} | [{source}](https://arxiv.org/abs/{source}) | {' | '.join(cells)} |")
-    return lines
+    return lines if len(lines) > 2 else []
 
 
 def verdict(one: Mapping[int, float], other: Mapping[int, float], least: float) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from practicum.learning.learner import Learner
 from practicum.learning.logprobs import token_logprobs
 from practicum.learning.objective import share_factors
 from practicum.learning.update_batch import UpdateBatch
-from practicum.learning.update_shares import PartGradients
+from practicum.learning.update_shares import PIECE, PartGradients, PartShares
 from practicum.observe.metrics import METRICS
 from practicum.recipe.checks.divergences import why_dead
 from practicum.recipe.schema.algorithm_sections import Algorithm
@@ -385,6 +387,45 @@ def test_a_share_of_the_gradient_misleads_where_a_share_of_the_update_does_not()
     assert found.shares[0] < 0.01
     assert found.shares[1] > 0.99
     assert sum(found.shares) + sum(found.rest.values()) == pytest.approx(1.0, abs=1e-12)
+
+
+def _shares_of(weight: torch.Tensor, gradients: list[torch.Tensor], gather: Any = None) -> PartShares:
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
+    parts = PartGradients([parameter], gather)
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        parts.take()
+    parts.put_sum()
+    parts.begin_step(optimizer)
+    optimizer.step()
+    return parts.end_step(optimizer, 0.1, 1.0)
+
+
+def test_shares_of_shards_are_those_of_the_whole():
+    torch.manual_seed(4)
+    size = 3 * PIECE + 7  # several pieces, and a rest
+    weight, *gradients = torch.randn(4, size, dtype=torch.float64)
+    cut, barrier, told = PIECE + 11, Barrier(2, timeout=60), {}
+
+    def rank(number: int) -> PartShares:
+        def gather(numbers: list[float]) -> list[list[float]]:
+            told[number] = numbers
+            barrier.wait()
+            return [told[0], told[1]]
+
+        here = slice(0, cut) if number == 0 else slice(cut, size)
+        return _shares_of(weight[here], [gradient[here] for gradient in gradients], gather)
+
+    with ThreadPoolExecutor(2) as pool:
+        shards = list(pool.map(rank, range(2)))
+    whole = _shares_of(weight, gradients)
+    for found in shards:
+        assert found.shares == pytest.approx(whole.shares, rel=EXACT)
+        assert found.rest == pytest.approx(whole.rest, rel=EXACT, abs=EXACT)
+        assert found.gram == [pytest.approx(row, rel=EXACT) for row in whole.gram]
+    stacked = torch.stack(gradients)
+    assert whole.gram == [pytest.approx(row, rel=EXACT) for row in (stacked @ stacked.T).tolist()]
 
 
 @pytest.mark.parametrize(

@@ -180,9 +180,13 @@ def test_layers_of_another_kind_are_refused(name: str):
 
 @pytest.mark.parametrize(
     ("family", "layer"),
-    [("recurrent_gemma", "RecurrentGemmaRecurrentBlock"), ("zaya", "ZayaCCAProjection")],
+    [
+        ("recurrent_gemma", "RecurrentGemmaRecurrentBlock"),
+        ("zaya", "ZayaCCAProjection"),
+        ("openai-gpt", "no layers"),
+    ],
 )
-def test_layers_that_keep_their_state_or_return_several_tensors_are_refused(family: str, layer: str):
+def test_layers_that_keep_their_state_or_are_not_known_are_refused(family: str, layer: str):
     config = AutoConfig.for_model(family, **DENSE, num_experts=4)
     with torch.device("meta"):
         assert layer in unknown_layers(AutoModelForCausalLM.from_config(config))

@@ -1,4 +1,4 @@
-"""The recipes of `sort` and `own_data` reach what their `expected` says, with the seed that they have."""
+"""Recipes of `sort`, `own_data` and `hybrid` reach what their `expected` says, with the seed they have."""
 
 from __future__ import annotations
 
@@ -74,6 +74,19 @@ def test_a_recipe_rises_above_its_start(name: str, rise: float, runs: Path, monk
     before, after = scores(name, runs, monkeypatch)
     assert after - before >= rise
     assert after >= least(name)
+
+
+@pytest.mark.long
+def test_a_hybrid_student_reaches_its_teachers(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs)
+    files = [shipped_recipes() / f"hybrid/{name}.yaml" for name in ("base", "copy", "reverse", "student")]
+    loaded = [load_recipe(file, ["runtime.threads=1"]) for file in files]
+    train_recipes(loaded, fresh=True)
+    for recipe in (each.recipe for each in loaded):
+        expected = recipe.expected
+        assert expected is not None
+        *_, last = (Path(recipe.out or "") / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(last)[expected.metric] >= expected.at_least
 
 
 def test_every_recipe_of_sort_is_held():

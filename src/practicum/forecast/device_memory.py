@@ -33,6 +33,7 @@ Parts = Mapping[str, float]
 """Bytes by what they hold."""
 _ADVICE = {
     "KV memory": "lower rollout.max_num_seqs or rollout.context, or give engines devices (pools.rollout)",
+    "gradients of each teacher": "set route.measure_every: 0",
     "activations": "lower train.microbatch_tokens, or set train.gradient_checkpointing",
     "published weights": "uninstall nixl, or lower rollout.lag",
     "teachers": "give teachers their own devices (placement: own)",
@@ -245,6 +246,8 @@ def _learner_memory(setup: StepSetup) -> Parts:
         parts["master weights"] = masters
     if recipe.model.lora is not None:
         parts["adapter"] = trained
+    if len(recipe.teachers) > 1 and recipe.route.measure_every:
+        parts["gradients of each teacher"] = len(recipe.teachers) * trained + kept  # and the weights before
     if "update_critic" in setup.plan:
         # Adapters of one process share their base.
         base = weights if recipe.model.lora is not None and ranks > 1 else 0.0

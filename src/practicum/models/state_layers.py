@@ -187,6 +187,8 @@ def unknown_layers(model: nn.Module) -> str:
     if counting := _layers_that(model, "counts"):
         return f"layers {counting}, which count positions by themselves"
     attending: list[Any] = [m for m in model.modules() if _source_says(type(m)) == "attends"]
+    if not attending and not state_layers(model):
+        return "no layers that attend or carry a state in a known way"
     keyed = [m for m in attending if hasattr(getattr(m, "k_proj", None), "out_features")]
     widths = {(m.k_proj.out_features, m.head_dim) for m in keyed}
     if len(widths) > 1:
