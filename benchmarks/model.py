@@ -104,7 +104,7 @@ def make_random_model(tokenizer: Any, width: int = 256, layers: int = 4) -> PreT
 
 def _make_hybrid(tokenizer: Any) -> PreTrainedModel:
     """Return a Qwen3.5 of the same width and depth."""
-    sizes = {"family": "qwen3_5", "hidden": 256, "layers": 4, "heads": 4, "head_dim": 64, "context": 256}
+    sizes = {"family": "qwen3_5", "hidden": 256, "layers": 4, "heads": 4, "context": 256}
     return make_model(MakeModel.model_validate(sizes), tokenizer, seed=0)
 
 

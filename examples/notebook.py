@@ -26,7 +26,7 @@ start = pr.train(
     sort
     | {
         "name": "start",
-        "model": {"random_init": {"hidden": 64, "layers": 2, "heads": 4, "head_dim": 16, "context": 64}},
+        "model": {"random_init": {"hidden": 64, "layers": 2, "heads": 4, "context": 64}},
         "algorithm": {"loss": "supervised", "advantage": "none"},
         "rollout": {"max_new_tokens": 5},
         "train": {"steps": 2 * STEPS + 10, "prompts": 64, "lr": 3e-3, "warmup_steps": 10},

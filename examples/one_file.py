@@ -53,7 +53,7 @@ stream = make_stream({"copy": task}, SEED)
 check = TASKS["copy"].check
 
 # 2. The model: random weights and a character tokenizer, made on the spot.
-make = MakeModel(hidden=96, layers=3, heads=4, head_dim=24, context=CONTEXT)
+make = MakeModel(hidden=96, layers=3, heads=4, context=CONTEXT)
 spec = Model(random_init=make, device="cpu")
 tokenizer = load_tokenizer(spec)
 model = load_model(spec, SEED)

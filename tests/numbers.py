@@ -26,7 +26,7 @@ from tests.cluster import ENV
 
 os.environ.update(ENV, OMP_NUM_THREADS="1")
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 128}
+SMALL = {"hidden": 32, "layers": 2, "heads": 2, "context": 128}
 TASKS = {
     "copy": {"kind": "copy", "options": {"length": [1, 2], "letters": 3}},
     "compare": {"kind": "compare"},

@@ -36,7 +36,7 @@ def script() -> ModuleType:
 
 
 def tiny(layers: int = 4) -> tuple[Any, Any]:
-    make = MakeModel(family="llama", hidden=32, layers=layers, heads=2, head_dim=16, context=512)
+    make = MakeModel(family="llama", hidden=32, layers=layers, heads=2, context=512)
     spec = Model(random_init=make, device="cpu")
     return load_model(spec, seed=0), load_tokenizer(spec)
 

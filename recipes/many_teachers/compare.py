@@ -40,7 +40,7 @@ JOINED = ("ab", "bd", "cc", "da", "ec")
 MARKS = {"rising": "<", "falling": ">"}
 UNMARKED = 1 / 3
 """Share of the prompts of `conflict` that both domains have alike: half of them can be right for both."""
-MODEL = {"family": "qwen3", "hidden": 128, "layers": 4, "heads": 4, "head_dim": 32, "context": 64}
+MODEL = {"family": "qwen3", "hidden": 128, "layers": 4, "heads": 4, "context": 64}
 RATES = dict.fromkeys(("mopd", "sft", "grpo"), (1e-4, 3e-4, 1e-3)) | {"control": (3e-5, 1e-4, 3e-4)}
 """Learning rates; each way takes its best one on `demo` with the seed TUNING, which is not reported."""
 TUNING, LAGGING = 100, 0.95

@@ -118,8 +118,8 @@ def verdict(one: Mapping[int, float], other: Mapping[int, float], least: float) 
     apart = [one[seed] - other[seed] for seed in one if seed in other]
     if not apart:
         return "–"
-    count = sum(difference > least for difference in apart)
-    word = "holds" if count == len(apart) else "undecided" if count else "does not hold"
+    holds, fails = all(x > least for x in apart), all(x < least for x in apart)
+    word = "holds" if holds else "does not hold" if fails else "undecided"
     return f"{word}: {spread(apart, sign='+')}"
 
 

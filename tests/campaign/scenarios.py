@@ -76,7 +76,7 @@ def _slower(recipe: Any, factor: float) -> Any:
     return recipe
 
 
-def _recipe(rollout: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+def make_recipe(rollout: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "name": "campaign",
         "seed": 3,
@@ -94,7 +94,7 @@ def _recipe(rollout: dict[str, Any] | None = None, **sections: Any) -> dict[str,
     return plain | sections
 
 
-def _teachers(models: Path, server: str, place: Any = "own") -> dict[str, Any]:
+def make_teachers(models: Path, server: str, place: Any = "own") -> dict[str, Any]:
     """A teacher in its own process, a colocated one and one behind a URL, for two tasks."""
     small = {"model": str(models / "small"), "placement": place, "deadline_s": 20}
     wide = {"model": str(models / "wide")}
@@ -129,25 +129,26 @@ def _agent() -> dict[str, Any]:
 
 def _local_teachers(models: Path, server: str) -> dict[str, Any]:
     learnt = {"algorithm": {"advantage": "gae"}, "critic": {}}
-    return _recipe({"lag": 1}, reward=_judge(models), **learnt, **_teachers(models, server))
+    return make_recipe({"lag": 1}, reward=_judge(models), **learnt, **make_teachers(models, server))
 
 
 def _ray_teachers(models: Path, server: str) -> dict[str, Any]:
-    sections = _teachers(models, server) | _cluster(1, 10)
-    return _recipe({"replicas": 2}, reward=_judge(models), **sections)
+    sections = make_teachers(models, server) | _cluster(1, 12)
+    sections["pools"]["rollout"] = {"devices": 2}
+    return make_recipe(reward=_judge(models), **sections)
 
 
 def _ray_agent(models: Path, server: str) -> dict[str, Any]:
     teachers = {"self": {"student": {"every": 2}, "placement": "own", "deadline_s": 20}}
     sections = _agent() | _cluster(1, 8)
     sections["pools"]["rollout"] = {"devices": 2}
-    return _recipe({"replicas": 2, "lag": 1}, teachers=teachers, distill={"top_k": 4}, **sections)
+    return make_recipe({"lag": 1}, teachers=teachers, distill={"top_k": 4}, **sections)
 
 
 def _ray_queue(models: Path, server: str) -> dict[str, Any]:
     store = {"store": "transferqueue"}
     sections = {"algorithm": {"advantage": "gae"}, "critic": {}, **_cluster(2, 10, **store)}
-    return _recipe(teachers={"wide": {"model": str(models / "wide")}}, distill={"top_k": 4}, **sections)
+    return make_recipe(teachers={"wide": {"model": str(models / "wide")}}, distill={"top_k": 4}, **sections)
 
 
 SCENARIOS: Mapping[str, Scenario] = {
@@ -158,8 +159,8 @@ SCENARIOS: Mapping[str, Scenario] = {
             _local_teachers,
             (CONTROLLER, OWN_TEACHER, SERVER, OWN_REWARD_MODEL, ENGINE),
         ),
-        Scenario("local: agents, tool, refills", lambda *_: _recipe(**_agent()), (CONTROLLER, TOOL)),
-        Scenario("local: one turn, lag 2", lambda *_: _recipe({"lag": 2}), (CONTROLLER, ENGINE)),
+        Scenario("local: agents, tool, refills", lambda *_: make_recipe(**_agent()), (CONTROLLER, TOOL)),
+        Scenario("local: one turn, lag 2", lambda *_: make_recipe({"lag": 2}), (CONTROLLER, ENGINE)),
         Scenario(
             "ray: 3 teachers, reward model",
             _ray_teachers,

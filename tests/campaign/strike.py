@@ -284,6 +284,8 @@ def compare(reference: Path, run: Path, *, finished: bool) -> list[str]:
             problems.append(f"step {mine['step']} differs in {', '.join(differing[:4])}")
     if finished:
         for name in ("samples.jsonl", "eval.jsonl"):
+            if not (reference / name).exists() and not (run / name).exists():
+                continue
             ids = [row["id"] for row in rows_of(run / name)]
             if ids != [row["id"] for row in rows_of(reference / name)]:
                 problems.append(f"{name} has other records, or some twice")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.batch import BatchRef, compact, expand
 from practicum.dataplane.keys import Key, Tags
 from practicum.errors import StoreError
 
@@ -46,3 +46,12 @@ def test_a_batch_survives_pickling():
     again = pickle.loads(pickle.dumps(batch))
     assert again == batch
     assert all(type(key) is Key for key in again.keys)
+
+
+_VALUES = st.sampled_from([0, 1, True, False, 0.0, -0.0, 1.0, None, "", "a", "0"])
+
+
+@given(rows=st.lists(st.tuples(_VALUES, _VALUES), max_size=6))
+def test_rows_survive_columns_with_their_types_and_signs(rows: list[tuple[object, object]]) -> None:
+    again = expand(pickle.loads(pickle.dumps(compact(rows))), len(rows))
+    assert [list(map(repr, row)) for row in again] == [list(map(repr, row)) for row in rows]

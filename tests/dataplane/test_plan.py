@@ -74,9 +74,9 @@ def test_ppo_with_kl_in_the_reward_runs_everything_but_demonstrations() -> None:
             *({}, "own", True, False, True),
         ),
         ({"loss": "gspo"}, {"epochs": 2}, "old_logprobs", True, True, False),
-        ({"mismatch": {"weights": "token"}}, {}, "old_logprobs", True, True, True),
+        ({"mismatch": "token"}, {}, "old_logprobs", True, True, True),
         (
-            {"loss": "reinforce", "mismatch": {"weights": "sequence"}},
+            {"loss": "reinforce", "mismatch": "sequence"},
             *({"epochs": 2}, "own", True, False, True),
         ),
     ],

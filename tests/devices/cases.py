@@ -38,7 +38,7 @@ KL_LOSS = {"kl": {"place": "loss", "coefficient": 0.1}}
 PPO = {"advantage": "gae", "loss": "ppo_clip", "kl": {"place": "reward", "coefficient": 0.1}}
 ASLEEP = {"runtime": TINY["runtime"] | {"teachers_gb": 1e-6}}
 CASES: dict[str, dict[str, Any]] = {
-    "grpo": {"algorithm": {"mismatch": {"weights": "token"}}},
+    "grpo": {"algorithm": {"mismatch": "token"}},
     "agent": {"agent": {"loop": "retry", "message": "no"}, "algorithm": KL_LOSS},
     "ppo": {"algorithm": PPO, "critic": {}},
     "moe": {"model": MOE, **UNEVEN},

@@ -33,6 +33,7 @@ from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.stage_table import all_stages
 from practicum.sessions import session
 from practicum.tasks.builtin import describe_tasks
+from tests.hosts.tables import cuts_table
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -110,7 +111,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "top_k"}},
     {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "full"}},
     {
-        "algorithm": {"advantage": "gae", "kl": {"place": "reward"}, "mismatch": {"weights": "token"}},
+        "algorithm": {"advantage": "gae", "kl": {"place": "reward"}, "mismatch": "token"},
         "critic": {},
         "train": {"epochs": 2, "minibatches": 2},
     },
@@ -281,6 +282,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
+    "cuts": ("reliability.md", cuts_table),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""
 

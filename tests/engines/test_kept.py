@@ -360,7 +360,7 @@ def test_a_policy_says_whether_turns_are_kept(keep: bool):
 def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(loop: str, kept: bool):
     sections = {
         "name": "t",
-        "model": {"random_init": {"hidden": 32, "layers": 2, "head_dim": 8}},
+        "model": {"random_init": {"hidden": 32, "layers": 2}},
         "tasks": {"sort": {"kind": "sort"}},
         "agent": {"loop": loop},
         "rollout": {"max_num_seqs": 8},

@@ -80,7 +80,7 @@ def test_a_context_beyond_the_model_is_refused(model):
 
 
 def test_a_model_that_was_not_prepared_is_refused():
-    raw = make_model(MakeModel(hidden=32, layers=1, heads=2, head_dim=16), make_tokenizer(), 0)
+    raw = make_model(MakeModel(hidden=32, layers=1, heads=2), make_tokenizer(), 0)
     with pytest.raises(EngineError, match="not prepared"):
         TorchEngine(raw, slots=1, context=32)
 

@@ -27,7 +27,7 @@ from practicum.recipe.schema.recipe import Lora, MakeModel, Model, Recipe, Train
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("qwen3", "llama", "gpt2", "qwen3_moe", "qwen2_5_vl")
-BIG = {"hidden": 4096, "layers": 36, "heads": 32, "head_dim": 128, "context": 32768}
+BIG = {"hidden": 4096, "layers": 36, "heads": 32, "context": 32768}
 CORES = {"name": "box", "cpus": 16, "memory_gb": 64.0}
 PROMPT = 40.0
 
@@ -59,7 +59,7 @@ def local(**more: Any) -> Recipe:
 
 
 def made(family: str = "qwen3", **more: Any) -> Model:
-    make = {"family": family, "hidden": 128, "layers": 3, "heads": 4, "head_dim": 32}
+    make = {"family": family, "hidden": 128, "layers": 3, "heads": 4}
     return Model(random_init=MakeModel.model_validate(make | more), device="cpu")
 
 

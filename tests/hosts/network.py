@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,8 +35,8 @@ def _run(command: str) -> str:
 
 def missing() -> str | None:
     """Return why this machine can't have network namespaces, or None if it can."""
-    if not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter"))):
-        return "needs ip and tc (Debian: apt-get install iproute2), unshare and nsenter"
+    if not all(map(shutil.which, ("ip", "tc", "unshare", "nsenter", "setpriv"))):
+        return "needs ip and tc (Debian: apt-get install iproute2), unshare, nsenter and setpriv"
     name = f"pr-try-{os.getpid()}"
     try:
         _run(f"ip netns add {name}")
@@ -60,18 +60,20 @@ class Host:
     def __init__(self, network: Network, name: str, number: int, shared: Sequence[Path]) -> None:
         self.network, self.name, self.number = network, name, number
         self.address = f"{SUBNET}.{number}"
-        self.space, self.port = f"{network.name}-{name}", f"v{number}"
+        self.space, self.port, self._shared = f"{network.name}-{name}", f"v{number}", shared
         _run(f"ip netns add {self.space}")
         _run(f"ip link add eth0 netns {self.space} type veth peer name {self.port} netns {network.name}")
         _run(f"ip -n {self.space} addr add {self.address}/24 dev eth0")
         _run(f"ip -n {self.space} link set eth0 up")
         _run(f"ip -n {network.name} link set {self.port} master bridge up")
-        self._boot(shared)
+        self.boot()
 
-    def _boot(self, shared: Sequence[Path]) -> None:
-        """Start the host's first process, which all others belong to. Folders below /tmp that are `shared`
-        stay visible; everything else below /tmp is the host's own."""
-        places = [(shlex.quote(str(path)), f"/mnt/practicum-{i}") for i, path in enumerate(shared)]
+    def boot(self) -> None:
+        """Start the host's first process, which all others belong to. It ends with this process.
+
+        Folders below /tmp that are shared stay visible; everything else below /tmp is the host's own.
+        """
+        places = [(shlex.quote(str(path)), f"/mnt/practicum-{i}") for i, path in enumerate(self._shared)]
         shell = " && ".join(
             [
                 f"hostname {self.name}",
@@ -81,7 +83,7 @@ class Host:
                 f"ip link set lo up && echo ready && exec sleep {LIFE_S}",
             ]
         )
-        spaces = "unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
+        spaces = "setpriv --pdeathsig KILL unshare --mount --uts --ipc --pid --fork --mount-proc --kill-child"
         command = f"ip netns exec {self.space} {spaces}"
         self.init = subprocess.Popen(
             [*command.split(), "sh", "-c", shell],
@@ -101,11 +103,14 @@ class Host:
         enter = ["nsenter", "-t", str(self.pid), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=."]
         return subprocess.Popen([*enter, *command], env=env, text=True, **options)
 
-    def run(self, command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host to its end; kill it after `timeout` seconds."""
-        process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    def run(
+        self, command: Sequence[str], timeout: float, text: str | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host to its end, with this input; kill it after `timeout` seconds."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = self.start(command, **pipes, **options)
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(text, timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             output = f"no end after {timeout:g} s\n{process.communicate()[0]}"
@@ -124,11 +129,22 @@ class Host:
     def mend(self) -> None:
         _run(f"ip -n {self.network.name} link set {self.port} master bridge")
 
-    def throttle(self, megabits: float) -> None:
-        """Limit the link to so many Mbit/s in each direction."""
+    def throttle(self, megabits: float | None) -> None:
+        """Limit the link to so many Mbit/s in each direction, or no longer."""
         for space, device in ((self.space, "eth0"), (self.network.name, self.port)):
-            limit = f"tbf rate {megabits}mbit burst 256kb latency 400ms"
+            limit = f"tbf rate {megabits}mbit burst 256kb latency 400ms" if megabits else "noqueue"
             _run(f"tc -n {space} qdisc replace dev {device} root {limit}")
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of this host's processes by their ids on the machine."""
+        space, found = Path(f"/proc/{self.pid}/ns/pid").readlink(), {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                if (entry / "ns/pid").readlink() == space:
+                    found[int(entry.name)] = (
+                        (entry / "cmdline").read_text(errors="replace").replace("\0", " ")
+                    )
+        return found
 
     def kill(self) -> None:
         """Kill all processes of this host without notice."""

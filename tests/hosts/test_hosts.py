@@ -40,51 +40,50 @@ def assert_equal(
     folder: Path,
     sections: dict[str, Any],
     *,
+    store: str,
     ranks: int = 1,
     tolerance: float = 0.0,
     there: dict[str, Any] | None = None,
-    **runtime: Any,
 ) -> None:
-    """Train here and on the hosts, there with some sections changed, and compare the runs."""
-    path, spread = folder / "recipe.yaml", folder / "spread.yaml"
+    """Train in this process, on Ray on one host, and on several, and compare the runs.
+
+    `there` has the sections that change with the place.
+    """
+    path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(TINY | sections))
     train_loaded(load_recipe(path), folder / "here")
     pools = {"train": {"devices": ranks}, "rollout": {"devices": 1}}
-    cluster = {"kind": "ray", "address": hosts.address, "threads": 1} | runtime
-    changed = {"runtime": cluster, "pools": pools} | (there or {})
-    spread.write_text(yaml.safe_dump(TINY | sections | changed))
-    before = {name: host.bytes() for name, host in hosts.hosts.items()}
-    hosts.practicum("train", str(spread), "--out", "hosts", timeout=RUN_S, cwd=folder)
+    for name, where in (("one", {"cpus": 8}), ("hosts", {"address": hosts.address})):
+        runtime = {"kind": "ray", "threads": 1, "store": store} | where
+        changed = {"runtime": runtime, "pools": pools} | (there or {})
+        path.write_text(yaml.safe_dump(TINY | sections | changed))
+        before = {name: host.bytes() for name, host in hosts.hosts.items()}
+        hosts.practicum("train", str(path), "--out", name, timeout=RUN_S, cwd=folder)
+        assert_same_run(folder / "here", folder / name, tolerance)
     sent = [host.bytes()[1] - before[name][1] for name, host in hosts.hosts.items() if name != "head"]
     assert sum(count > 50_000 for count in sent) >= 2  # weights and rows have crossed the network
-    assert_same_run(folder / "here", folder / "hosts", tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "store"), [(1, "ray"), (2, "ray"), (2, "transferqueue")])
-def test_rewards(hosts: RayHosts, tmp_path: Path, ranks: int, store: str):
+@pytest.mark.parametrize(("kind", "store"), [("GRPO", "ray"), ("GRPO", "transferqueue"), ("PPO", "ray")])
+def test_two_ranks(hosts: RayHosts, tmp_path: Path, kind: str, store: str):
+    assert_equal(hosts, tmp_path, {"GRPO": GRPO, "PPO": PPO}[kind], ranks=2, store=store, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("store", ["ray", "transferqueue"])
+def test_an_agent_with_a_tool_and_a_lag(hosts: RayHosts, tmp_path: Path, store: str):
+    agent = {"loop": "tests.trainer.loops:calculates", "tools": ["calculator"]}
     assert_equal(
-        hosts, tmp_path, GRPO if ranks == 1 else PPO, ranks=ranks, store=store, tolerance=1e-6 * (ranks > 1)
+        hosts, tmp_path, GRPO | {"agent": agent, "rollout": TINY["rollout"] | {"lag": 1}}, store=store
     )
 
 
-def test_an_agent_with_a_lag(hosts: RayHosts, tmp_path: Path):
-    agent = {"loop": "tests.trainer.loops:uneven"}
-    assert_equal(hosts, tmp_path, GRPO | {"agent": agent, "rollout": TINY["rollout"] | {"lag": 1}})
-
-
-def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(hosts: RayHosts, tmp_path: Path):
+@pytest.mark.parametrize("store", ["ray", "transferqueue"])
+def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(
+    hosts: RayHosts, tmp_path: Path, store: str
+):
     models = {name: save_teacher(tmp_path / name, seed=n) for n, name in enumerate(("shared", "own", "url"))}
     server_host = hosts["worker5"]
-    serve = [
-        sys.executable,
-        "-m",
-        "practicum",
-        "serve",
-        models["url"],
-        "--host",
-        server_host.address,
-        "--no-key",
-    ]
+    command = [sys.executable, "-m", "practicum", "serve", models["url"], "--host", server_host.address]
     here = {name: {"model": model} for name, model in models.items()}
     route = {"by": "task", "map": {"copy": {"shared": 0.5, "own": 0.5}, "compare": "url"}}
     recipe = teachers_recipe(route=route, distill={"signal": "top_k"}, train=STEPS | {"prompts": 8})
@@ -96,11 +95,11 @@ def test_teachers_on_the_learners_host_on_their_own_and_behind_a_url(hosts: RayH
             "tokenizer": models["url"],
         },
     }
-    with server_host.start(serve, env=HOST_ENV, stdout=subprocess.PIPE) as server:
+    with server_host.start([*command, "--no-key"], env=HOST_ENV, stdout=subprocess.PIPE) as server:
         try:
             assert any("8000" in line for line in server.stdout)  # it listens, or has ended
             taught = recipe | {"teachers": here}
-            assert_equal(hosts, tmp_path, taught, there={"teachers": there}, tolerance=1e-6)
+            assert_equal(hosts, tmp_path, taught, store=store, there={"teachers": there}, tolerance=1e-6)
         finally:
             server.kill()
 

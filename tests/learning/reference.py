@@ -29,6 +29,7 @@ from practicum.models.load_model import ready
 from practicum.models.lora import add_adapter
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Lora, Train
+from tests.learning.optimizers import STEADY_EPS
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 VOCAB = 19
@@ -267,7 +268,7 @@ def reference_update(
         [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=train.lr,
         betas=train.betas,
-        eps=train.eps,
+        eps=1e-8 if train.optimizer == "adamw" else STEADY_EPS,
         foreach=False,
     ).step()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

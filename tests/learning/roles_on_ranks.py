@@ -100,16 +100,16 @@ def make_rows(rows: int, padding: int) -> tuple[WatchedStore, BatchRef]:
     return store, batch
 
 
-def make_recipe(train: dict[str, Any], loss: str, mismatch: dict[str, Any]) -> Recipe:
+def make_recipe(train: dict[str, Any], loss: str, algorithm: dict[str, Any]) -> Recipe:
     kl = {"place": "loss", "coefficient": 0.1}
     return Recipe.model_validate(
         {
             "name": "t",
             "model": {"random_init": {}},
             "tasks": {"sort": {"kind": "sort"}},
-            "algorithm": {"advantage": "gae", "loss": loss, "kl": kl, "mismatch": mismatch},
+            "algorithm": {"advantage": "gae", "loss": loss, "kl": kl, **algorithm},
             "critic": {},
-            "train": {"lr": 0.01, "eps": 1e-3, **train},
+            "train": {"lr": 0.01, "optimizer": "tests.learning.optimizers:steady", **train},
             "checks": {"level": "off"},
         }
     )
@@ -121,13 +121,13 @@ def run_roles(
     train: dict[str, Any],
     loss: str = "ppo_clip",
     steps: int = 1,
-    mismatch: dict[str, Any] | None = None,
+    **algorithm: Any,
 ) -> Found:
     """All learner stages of some steps, on a batch that is padded if there are ranks to share it.
 
     Advantages are made up, except where they are weighed.
     """
-    recipe, found = make_recipe(train, loss, mismatch or {}), Found()
+    recipe, found = make_recipe(train, loss, algorithm), Found()
     watch = Watch(recipe.checks, print)
     model = tiny()
     critic = (
@@ -164,7 +164,7 @@ def run_roles(
         for name, written in store.written.items():
             found.columns[f"{name} {step}"] = dict(written)
         _exchange(parallel, store, batch)
-        if mismatch is not None:
+        if algorithm:
             weighed = recipe.algorithm, recipe.distill, recipe.reward.weight
             found.metrics.append(AdvantageRole(*weighed, plan, store, watch).advantages(info) or {})
         learnt, valued = student.update(info), critic_role.update(info)
@@ -198,8 +198,7 @@ def roles_with_gspo(parallel: Parallel | None, folder: Path) -> Found:
 @case
 def roles_with_weights(parallel: Parallel | None, folder: Path) -> Found:
     """Ratios of sessions whose rows lie on both ranks, in two optimizer steps."""
-    mismatch = {"weights": "sequence", "cap": 1.2}
-    found = run_roles(parallel, 11, {"minibatches": 2}, mismatch=mismatch)
+    found = run_roles(parallel, 11, {"minibatches": 2}, mismatch="sequence", mismatch_cap=1.2)
     assert all(0 < found.metrics[0][f"mismatch_{name}"] < 1 for name in ("truncated", "weight"))
     return found
 

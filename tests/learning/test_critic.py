@@ -21,7 +21,7 @@ from practicum.recipe.schema.recipe import Train
 
 from .reference import FAMILIES, random_batch, tiny, with_shared_beginnings
 
-TRAIN = Train(lr=0.02, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+TRAIN = Train(lr=0.02, optimizer="tests.learning.optimizers:steady", weight_decay=0.1, max_grad_norm=0.5)
 RECIPE = CriticRecipe(lr=0.01)
 
 

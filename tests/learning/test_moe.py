@@ -27,7 +27,7 @@ from tests.engines.engines import engine_of, generate, sampling
 from .reference import random_batch, reference_update, take, tiny, with_shared_beginnings
 from .updates import assert_same, learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", max_grad_norm=None)
 ALGORITHM = Algorithm(loss="ppo_clip", entropy=0.1)
 EXACT = tiny("qwen3_moe")
 MODEL = tiny("qwen3_moe", torch.float32)

@@ -17,7 +17,7 @@ from .reference import random_batch, tiny
 from .updates import assert_same, learn
 
 ALGORITHM = Algorithm(loss="ppo_clip", entropy=0.1)
-TRAIN = Train(eps=1e-3)
+TRAIN = Train(optimizer="tests.learning.optimizers:steady")
 
 
 @pytest.fixture

@@ -22,12 +22,20 @@ from .updates import assert_same, learn
 
 ALGORITHM = Algorithm(loss="ppo_clip", entropy=0.1)
 
+STEADY = Train(optimizer="tests.learning.optimizers:steady")
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_gives_the_same_update_and_recomputes_layers(family):
     model, batch = tiny(family), random_batch(3)
-    plain, _ = learn(model, batch, Train(eps=1e-3), ALGORITHM, budget=40)
-    again, _ = learn(model, batch, Train(eps=1e-3, gradient_checkpointing=True), ALGORITHM, budget=40)
+    plain, _ = learn(model, batch, STEADY, ALGORITHM, budget=40)
+    again, _ = learn(
+        model,
+        batch,
+        STEADY.model_copy(update={"gradient_checkpointing": True}),
+        ALGORITHM,
+        budget=40,
+    )
     assert_same(again, plain, 1e-12)
 
     trunk = PackedModel(copy.deepcopy(model), Train(gradient_checkpointing=True))
@@ -46,8 +54,8 @@ def test_gradient_checkpointing_gives_the_same_update_and_recomputes_layers(fami
 
 def test_autocast_is_close_to_float32_and_keeps_float32_weights():
     model, batch = tiny(dtype=torch.float32), random_batch(3)
-    plain, exact = learn(model, batch, Train(eps=1e-3), ALGORITHM)
-    mixed, rough = learn(model, batch, Train(eps=1e-3, autocast="bfloat16"), ALGORITHM)
+    plain, exact = learn(model, batch, STEADY, ALGORITHM)
+    mixed, rough = learn(model, batch, STEADY.model_copy(update={"autocast": "bfloat16"}), ALGORITHM)
     assert mixed.loss == pytest.approx(plain.loss, rel=0.05, abs=0.05)
     assert mixed.loss != plain.loss
     assert rough["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.2)

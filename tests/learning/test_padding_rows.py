@@ -24,7 +24,7 @@ from .distilled import taught
 from .reference import random_batch, tiny, with_padding
 from .updates import learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", weight_decay=0.1, max_grad_norm=0.5)
 LOSSES = ("supervised", "ppo_clip", "gspo", "cispo", "dppo", "reinforce")
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 MODEL = tiny(dtype=torch.float32)

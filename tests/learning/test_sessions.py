@@ -19,7 +19,7 @@ from practicum.recipe.schema.recipe import Train
 from .reference import VOCAB, take, tiny
 from .updates import assert_same, learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", max_grad_norm=None)
 LOSSES = ("ppo_clip", "gspo", "cispo", "reinforce")
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 MODEL = tiny()

@@ -18,7 +18,7 @@ from .distilled import STUDENT, padded, taught, teaching
 from .reference import random_batch
 from .updates import learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", max_grad_norm=None)
 
 
 def matched(batch: UpdateBatch, seed: int) -> UpdateBatch:

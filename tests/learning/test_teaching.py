@@ -34,7 +34,7 @@ from .reference import VOCAB, Updated, padded_tokens, random_batch, with_shared_
 from .updates import assert_same, learn
 
 EXACT = 1e-9
-TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", max_grad_norm=None)
 LIVE = [pair for pair in PAIRS if why_dead(*pair, "loss") is None and pair[1] != "shared"]
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 every_pair = pytest.mark.parametrize(("divergence", "signal"), LIVE, ids=lambda name: str(name))

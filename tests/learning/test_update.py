@@ -32,7 +32,7 @@ from .updates import assert_same, learn
 
 EXACT = 1e-9
 """Tolerance of float64 updates; AdamW divides by gradients' sizes, so weights need a large epsilon."""
-TRAIN = Train(lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", weight_decay=0.1, max_grad_norm=0.5)
 LOSSES = ("supervised", "ppo_clip", "gspo", "cispo", "dppo", "reinforce")
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 MODELS = {family: tiny(family) for family in FAMILIES}

@@ -35,7 +35,7 @@ from tests.engines.engines import engine_of, sampling
 from .reference import random_batch, take, tiny, with_padding
 from .updates import assert_same, learn
 
-TRAIN = Train(lr=0.01, eps=1e-3, max_grad_norm=None)
+TRAIN = Train(lr=0.01, optimizer="tests.learning.optimizers:steady", max_grad_norm=None)
 ALGORITHM = Algorithm(loss="ppo_clip")
 
 

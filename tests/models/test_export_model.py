@@ -23,7 +23,7 @@ from practicum.recipe.schema.recipe import MakeModel, Model
     ],
 )
 def test_a_model_is_written_as_it_writes_itself(tmp_path: Path, family: str, dtype: str):
-    make = MakeModel(family=family, hidden=32, layers=2, heads=2, head_dim=16, context=64)  # pyright: ignore
+    make = MakeModel(family=family, hidden=32, layers=2, heads=2, context=64)  # pyright: ignore
     spec = Model(random_init=make, dtype=dtype, device="cpu")  # pyright: ignore
     model, tokenizer = load_model(spec, seed=1), load_tokenizer(spec)
     save_description(tmp_path / "description", model, tokenizer, load_processor(spec, tokenizer))

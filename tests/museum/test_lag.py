@@ -49,7 +49,7 @@ def test_a_ratio_to_a_policy_that_never_sampled(tmp_path: Path):
     """radixark/miles#1829: with rollouts ahead of the learner, old logprobs were recomputed by the weights of
     now, and the clipped ratio was to a policy that had sampled nothing."""
     assert tiny(tmp_path, "rollout.lag=1", "algorithm.old_logprobs=rollout")
-    weighed = ("algorithm.old_logprobs=recompute", "algorithm.mismatch.weights=token")
+    weighed = ("algorithm.old_logprobs=recompute", "algorithm.mismatch=token")
     assert tiny(tmp_path, "rollout.lag=1", *weighed)
     with pytest.raises(RecipeErrors, match=r"algorithm.old_logprobs: found recompute"):
         tiny(tmp_path, "rollout.lag=1", "algorithm.old_logprobs=recompute")

@@ -74,7 +74,6 @@ def _tiny_model(rng: random.Random) -> dict[str, Any]:
         "hidden": 16,
         "layers": 1,
         "heads": 2,
-        "head_dim": 8,
         "context": 128,
     }
     if rng.random() < 0.2:

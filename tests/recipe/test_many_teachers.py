@@ -68,6 +68,7 @@ def test_headroom_is_the_mean_way_from_the_base_to_each_specialist(report):
         ((0.1, -0.2, 0.1), 0.0, "undecided"),
         ((-0.1, -0.2, -0.1), 0.0, "does not hold"),
         ((-0.01, -0.04, 0.1), -0.05, "holds"),
+        ((0.0, 0.0, 0.0), 0.0, "undecided"),
     ],
 )
 def test_a_claim_holds_only_if_all_seeds_agree(report, apart, least, word):

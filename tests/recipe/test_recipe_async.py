@@ -27,7 +27,7 @@ def recipe(**sections: Any) -> Recipe:
         ({"algorithm": {"old_logprobs": "recompute"}}, "algorithm.old_logprobs"),
         ({"rollout": {"lag": 2, "top_p": 0.9}}, "rollout"),
         ({"algorithm": {"old_logprobs": "rollout", "kl": {"place": "reward"}}}, "algorithm.old_logprobs"),
-        ({"algorithm": {"loss": "dppo", "mismatch": {"weights": "token"}}}, "algorithm.mismatch"),
+        ({"algorithm": {"loss": "dppo", "mismatch": "token"}}, "algorithm.mismatch"),
         ({"algorithm": {"loss": "dppo", "old_logprobs": "recompute"}}, "algorithm.old_logprobs"),
         (TEACHER | {"distill": {"divergence": "k1_straight", "signal": "sampled"}}, "distill.signal"),
         (
@@ -55,8 +55,8 @@ def test_what_is_wrong_with_stale_rows_is_refused(sections: dict[str, Any], path
         ({}, "rollout_logprobs"),
         ({"loss": "gspo"}, "rollout_logprobs"),
         ({"loss": "dppo"}, "rollout_logprobs"),
-        ({"mismatch": {"weights": "token"}}, "old_logprobs"),
-        ({"mismatch": {"weights": "token"}, "loss": "reinforce"}, "own"),
+        ({"mismatch": "token"}, "old_logprobs"),
+        ({"mismatch": "token", "loss": "reinforce"}, "own"),
         ({"kl": {"place": "reward"}}, "rollout_logprobs"),
     ],
 )

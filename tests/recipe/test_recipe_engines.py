@@ -12,6 +12,7 @@ from practicum.errors import RecipeErrors
 from practicum.recipe.load_recipe import load_recipe
 
 VLLM = "rollout: {engine: vllm}\n"
+VLLM_OVER_4 = "rollout: {engine: vllm, vllm: {tensor_parallel_size: 4}}\n"
 TEACHER = "teachers: {t: {model: a, engine: vllm%s}}\n"
 DISTILL = "distill: {}\n"
 
@@ -26,7 +27,7 @@ def load(folder: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        ("rollout: {vllm: {tensor_parallel: 2}}", "rollout.vllm.tensor_parallel"),
+        ("rollout: {vllm: {tensor_parallel_size: 2}}", "rollout.vllm"),
         (VLLM + "model: {random_init: {}, dtype: float64}", "model.dtype"),
         (VLLM + "model: {random_init: {family: qwen2_5_vl}}", "rollout.engine"),
         (TEACHER % "" + DISTILL + "model: {random_init: {family: qwen2_5_vl}}", "teachers.t.engine"),
@@ -34,23 +35,23 @@ def load(folder: Path, text: str) -> None:
         (TEACHER % ", device: cpu" + DISTILL, "teachers.t.device"),
         (TEACHER % ", dtype: float64" + DISTILL, "teachers.t.dtype"),
         (
-            "teachers: {t: {model: a, vllm: {tensor_parallel: 2}}}\n" + DISTILL,
-            "teachers.t.vllm.tensor_parallel",
+            "teachers: {t: {model: a, vllm: {tensor_parallel_size: 2}}}\n" + DISTILL,
+            "teachers.t.vllm",
         ),
         (
             "teachers: {t: {model: a, url: 'http://127.0.0.1:8000/v1', engine: vllm}}\n" + DISTILL,
             "teachers.t.engine",
         ),
-        ("rollout: {engine: vllm, vllm: {options: {tensor_parallel_size: 2}}}", "rollout.vllm.options"),
+        ("rollout: {engine: vllm, vllm: {data_parallel_size: 2}}", "rollout.vllm.data_parallel_size"),
         (
-            "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {random_init: {heads: 6}}",
-            "rollout.vllm.tensor_parallel",
+            VLLM_OVER_4 + "model: {random_init: {heads: 6, hidden: 96}}",
+            "rollout.vllm.tensor_parallel_size",
         ),
         (
-            "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel: 2}}}\n"
+            "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel_size: 2}}}\n"
             + DISTILL
-            + "model: {random_init: {heads: 6}}",
-            "teachers.t.vllm.tensor_parallel",
+            + "model: {random_init: {heads: 6, hidden: 96}}",
+            "teachers.t.vllm.tensor_parallel_size",
         ),
     ],
 )
@@ -64,11 +65,11 @@ def test_what_an_engine_can_not_do_is_refused(tmp_path: Path, text: str, path: s
     "text",
     [
         VLLM,
-        "rollout: {engine: vllm, vllm: {options: {block_size: 64}}}",
+        "rollout: {engine: vllm, vllm: {block_size: 64}}",
         VLLM + "model: {random_init: {family: qwen3_moe}}",
         TEACHER % ", placement: {own: {replicas: 2}}" + DISTILL,
         "teachers: {t: {student: {every: 3}, engine: vllm}}\n" + DISTILL,
-        "rollout: {engine: vllm, vllm: {tensor_parallel: 4}}\nmodel: {random_init: {heads: 8}}",
+        VLLM_OVER_4 + "model: {random_init: {heads: 8}}",
     ],
 )
 def test_what_an_engine_can_do_is_allowed(tmp_path: Path, text: str) -> None:

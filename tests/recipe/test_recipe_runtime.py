@@ -14,7 +14,7 @@ from practicum.recipe.text.show_recipe import json_schema
 
 Write = Callable[..., Path]
 OWN = "teachers.t.model=a distill={} teachers.t.placement.own"
-SPLIT = "rollout.engine=vllm rollout.vllm.tensor_parallel=2"
+SPLIT = "rollout.engine=vllm rollout.vllm.tensor_parallel_size=2"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,6 @@ def test_ranks_and_engines_follow_from_the_pools(write: Write) -> None:
     assert (ray.data_parallel, ray.engine_replicas) == (6, 6)
     own = load_recipe(path, [*on, "pools.rollout={devices: 4}"]).recipe
     assert (own.data_parallel, own.engine_replicas) == (6, 4)
-    assert load_recipe(path, [*on, "rollout.replicas=2"]).recipe.engine_replicas == 2
 
 
 def test_own_models_are_those_with_processes_here(write: Write) -> None:
@@ -92,13 +91,11 @@ def test_own_models_are_those_with_processes_here(write: Write) -> None:
         ("runtime.address=auto runtime.cpus=4", "runtime.cpus"),
         ("model.device=cuda:1", "model.device"),
         (f"{OWN}={{}} teachers.t.device=cuda:0", "teachers.t.device"),
-        ("pools.rollout.devices=4 rollout.replicas=3", "rollout.replicas"),
-        (f"{SPLIT}", "rollout.vllm.tensor_parallel"),
-        (f"{SPLIT} pools.rollout.devices=3", "rollout.vllm.tensor_parallel"),
-        (f"{SPLIT} pools.rollout.devices=4 rollout.replicas=4", "rollout.replicas"),
+        (f"{SPLIT}", "rollout.vllm.tensor_parallel_size"),
+        (f"{SPLIT} pools.rollout.devices=3", "rollout.vllm.tensor_parallel_size"),
         (
-            "teachers.t.student={} teachers.t.engine=vllm teachers.t.vllm.tensor_parallel=2 distill={}",
-            "teachers.t.vllm.tensor_parallel",
+            "teachers.t.student={} teachers.t.engine=vllm teachers.t.vllm.tensor_parallel_size=2 distill={}",
+            "teachers.t.vllm.tensor_parallel_size",
         ),
     ],
 )
@@ -113,9 +110,8 @@ def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, p
 @pytest.mark.parametrize(
     "overrides",
     [
-        "pools.train.devices=4 rollout.replicas=2",
-        "pools.rollout.devices=2 rollout.replicas=4",
-        f"{SPLIT} pools.rollout.nodes=2 pools.rollout.devices=4 rollout.replicas=4",
+        "pools.train.devices=4",
+        f"{SPLIT} pools.rollout.nodes=2 pools.rollout.devices=4",
     ],
 )
 def test_what_a_cluster_can_use_is_taken(write: Write, overrides: str) -> None:

@@ -90,7 +90,7 @@ TEACHERS = [
 
 ROUTES = [
     ("route: {by: task}", "route.by"),
-    ("route: {measure_every: 1}", "route.measure_every"),
+    ("route: {measure_every: 2}", "route.measure_every"),
     (ONE + "route: {by: task}", "route.by"),
     (ONE + "route: {map: {sort: t}}", "route.map"),
     (ONE + "route: {shares: {t: 1.0}}", "route.shares"),
@@ -150,7 +150,7 @@ REWARDS = [
     (LOSS + "algorithm: {loss: cispo}", "algorithm.loss"),
     (LOSS + "algorithm: {clip_low: 0.1}", "algorithm.clip_low"),
     (LOSS + "algorithm: {old_logprobs: recompute}", "algorithm.old_logprobs"),
-    (LOSS + "algorithm: {mismatch: {weights: token}}", "algorithm.mismatch"),
+    (LOSS + "algorithm: {mismatch: token}", "algorithm.mismatch"),
     (LOSS + "algorithm: {kl: {place: reward}}", "algorithm.kl.place"),
     (LOSS + "critic: {}", "critic"),
     (LOSS + "refills: 4", "refills"),

@@ -153,7 +153,7 @@ def test_remax_weighs_its_baseline_like_the_reward():
     assert got == pytest.approx([0.5 * 1.0 - 1.0 - 0.5 * 1.0, 0.0 - 0.5])
 
 
-def weighed(mismatch: dict[str, object], log_ratios: list[float]) -> tuple[list[float], dict[str, float]]:
+def weighed(mismatch: str, log_ratios: list[float]) -> tuple[list[float], dict[str, float]]:
     """Two sessions of one prompt, the first of two trajectories; rewards 1 and 0, tokens 2 + 1 and 1."""
     store, r = MemoryStore(), recipe(advantage="dr_grpo", mismatch=mismatch)
     rows, lengths = [Key(0, 0, 0), Key(0, 0, 1), Key(0, 1)], [2, 1, 1]
@@ -176,23 +176,23 @@ def weighed(mismatch: dict[str, object], log_ratios: list[float]) -> tuple[list[
 def test_advantages_are_weighed_by_the_ratio_of_learner_and_engine():
     half, third = math.log(0.5), math.log(3.0)
     ratios = [half, third, half, 0.0]  # products 0.75 and 1, geometric means 0.909 and 1
-    got, stats = weighed({"weights": "token"}, ratios)
+    got, stats = weighed("token", ratios)
     assert got == pytest.approx([0.25, 1.0, 0.25, -0.5])
     assert stats == pytest.approx({"mismatch_weight": 1.0, "mismatch_truncated": 0.25})
-    got, stats = weighed({"weights": "sequence"}, ratios)
+    got, stats = weighed("sequence", ratios)
     assert got == pytest.approx([0.375, 0.375, 0.375, -0.5]), "a session's trajectories are one sequence"
 
 
 @pytest.mark.parametrize("weights", ["token", "sequence"])
 def test_an_engine_that_agrees_with_the_learner_changes_no_bit_of_the_advantages(weights: str):
-    got, stats = weighed({"weights": weights}, [0.0] * 4)
-    assert got == weighed({}, [0.0] * 4)[0]
+    got, stats = weighed(weights, [0.0] * 4)
+    assert got == weighed("off", [0.0] * 4)[0]
     assert stats.pop("mismatch_weight") == 1.0
     assert set(stats.values()) == {0.0}
 
 
 def test_teachers_advantages_are_weighed_and_returns_are_not():
-    mismatch = {"weights": "token"}
+    mismatch = "token"
     columns = {
         "old_logprobs": Ragged.packed(torch.tensor([-1.0, -1.0]), [1, 1]),
         "rollout_logprobs": Ragged.packed(torch.tensor([-1.0 + math.log(2.0), -1.0]), [1, 1]),

@@ -27,7 +27,7 @@ def test_old_logprobs_equal_the_engines(family: str, dtype: str, temperature: fl
         {
             "name": "t",
             "model": {
-                "random_init": {"family": family, "hidden": 32, "layers": 2, "head_dim": 8},
+                "random_init": {"family": family, "hidden": 32, "layers": 2},
                 "dtype": dtype,
             },
             "tasks": {"sort": {"kind": "sort"}},

@@ -15,7 +15,7 @@ from practicum.runtime.ray.placement import Bundle, Needs, Node, needs, require_
 MINIMAL = "name: run\nmodel: {random_init: {}}\ntasks: {sort: {kind: sort}}\nruntime: {kind: ray}\n"
 SCHOOL = """
 teachers:
-  big: {model: a, placement: {own: {replicas: 2, threads: 2}}, engine: vllm, vllm: {tensor_parallel: 3}}
+  big: {model: a, placement: {own: {replicas: 2, threads: 2}}, engine: vllm, vllm: {tensor_parallel_size: 3}}
   small: {model: b, placement: own}
   far: {url: "http://h/v1", model: c}
 distill: {}
@@ -48,8 +48,6 @@ def test_a_device_is_a_gpu_where_there_are_some_and_the_model_takes_one(tmp_path
     assert needs(recipe(tmp_path), gpus=True).gpus == 1
     assert needs(recipe(tmp_path, "model.device=cpu"), gpus=True).gpus == 0
     assert needs(recipe(tmp_path, "model.device=cuda"), gpus=False).gpus == 1
-    both = needs(recipe(tmp_path, "rollout.replicas=2"), gpus=True)
-    assert [both.actor("train").gpus, both.actor("rollout", 1).gpus] == [0.3333, 0.3333]
 
 
 def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
@@ -74,11 +72,11 @@ def test_pools_of_their_own_and_services_are_counted(tmp_path: Path):
 
 
 def test_an_engine_or_teacher_over_several_devices_asks_for_all_of_them_on_one_machine(tmp_path: Path):
-    teacher = "{model: a, placement: own, engine: vllm, vllm: {tensor_parallel: 4}}"
+    teacher = "{model: a, placement: own, engine: vllm, vllm: {tensor_parallel_size: 4}}"
     split = recipe(
         tmp_path,
         "rollout.engine=vllm",
-        "rollout.vllm.tensor_parallel=2",
+        "rollout.vllm.tensor_parallel_size=2",
         "pools.rollout={nodes: 2, devices: 4}",
         "runtime.threads=3",
         text=f"teachers: {{t: {teacher}}}\ndistill: {{}}\n",

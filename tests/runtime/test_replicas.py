@@ -244,6 +244,31 @@ def test_a_replica_that_can_not_come_back_ends_the_works_with_the_reason(cluster
         assert said[1].endswith("its node is full")
 
 
+def test_a_replica_that_is_not_back_is_described_until_it_is(cluster: None):
+    starts, may_start = count(), asyncio.Event()
+
+    async def second_waits(replica: int) -> Any:
+        if start := next(starts):
+            await may_start.wait()
+        return await desk(replica, start)
+
+    with desks(1, make=second_waits) as (pool, _):
+        assert pool.missing() == []
+
+        async def wait() -> list[str]:
+            work = asyncio.create_task(pool.run(dying, load=1.0))
+            while not (described := pool.missing()):
+                await asyncio.sleep(0.01)
+            work.cancel()
+            may_start.set()
+            await pool.run(working(1), load=1.0)
+            return described
+
+        (line,) = run(wait())
+        assert line.startswith("desk 0 died")
+        assert pool.missing() == []
+
+
 def test_a_late_start_passes_its_deadline_and_leaves_nothing():
     stopped: list[int] = []
 

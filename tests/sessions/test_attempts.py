@@ -170,7 +170,7 @@ def test_a_failed_session_is_tried_again():
         if len(tries) < 3:
             raise ValueError("not yet")
 
-    ended = attempt(third_time, on_failure={"retry": 5})
+    ended = attempt(third_time, on_failure="retry")
     assert ended.result is not None
     assert ended.result.trajectories == [tries[2].trajectory]
     assert (ended.failure, ended.retries) == (None, 2)

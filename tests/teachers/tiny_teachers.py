@@ -19,7 +19,6 @@ MAKE: dict[str, Any] = {
     "hidden": 32,
     "layers": 2,
     "heads": 2,
-    "head_dim": 16,
     "context": 128,
 }
 TASKS: dict[str, Any] = {

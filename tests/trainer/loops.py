@@ -104,3 +104,11 @@ async def notes_itself(session: Session) -> None:
     with open(os.environ["NOTES"], "a") as file:
         file.write(f"{session.prompt.uid} {session.index}\n")
     await session.generate(max_new_tokens=2)
+
+
+async def calculates(session: Session) -> None:
+    """A turn, the calculator's result on the number of its tokens, and another turn."""
+    turn = await session.generate(max_new_tokens=3)
+    outcome = await session.tool("calculator", {"expression": f"{len(turn.tokens)} * {session.index + 7}"})
+    result = session.tokenizer.encode(outcome.text, add_special_tokens=False)
+    await session.generate(result, max_new_tokens=3)

@@ -15,7 +15,6 @@ TINY: dict[str, Any] = {
             "hidden": 32,
             "layers": 2,
             "heads": 2,
-            "head_dim": 16,
             "context": 64,
         }
     },

@@ -38,7 +38,7 @@ REFILLED = REWARD | {
     "refills": 50,
     "train": TINY["train"] | {"minibatches": 2},
 }
-DECOUPLED = REWARD | {"algorithm": {"mismatch": {"weights": "token"}}, "train": TINY["train"] | {"epochs": 2}}
+DECOUPLED = REWARD | {"algorithm": {"mismatch": "token"}, "train": TINY["train"] | {"epochs": 2}}
 TOOLS = {
     "agent": {"loop": "tool_use", "tools": ["calculator"], "tool_call_format": "plain", "turns": 3},
     "tasks": {"total": {"kind": "total", "chat": True}},
@@ -113,8 +113,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         "remax": REWARD | {"algorithm": {"advantage": "remax", "loss": "cispo"}},
         "padded": REWARD | {"train": TINY["train"] | {"minibatch_size": 5}},
         "tools": REWARD | TOOLS,
-        "retried": REWARD
-        | {"agent": {"loop": "tests.trainer.loops:fails_first", "on_failure": {"retry": 2}}},
+        "retried": REWARD | {"agent": {"loop": "tests.trainer.loops:fails_first", "on_failure": "retry"}},
         "colocated teacher": taught | {"teachers": {"t": {"model": teacher}}},
         "full signal": taught | {"teachers": {"t": {"model": teacher}}, "distill": {"signal": "full"}},
         "streamed teacher": taught | {"teachers": {"t": {"model": teacher, "placement": "own"}}},

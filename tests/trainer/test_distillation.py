@@ -119,7 +119,7 @@ def test_a_teacher_behind_a_url_teaches_as_a_colocated_one(
     # Servers score whole sequences, which rounds otherwise; AdamW blows that up where it divides by nothing.
     sections = {
         "distill": distill,
-        "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "eps": 1e-3},
+        "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "optimizer": "tests.learning.optimizers:steady"},
     }
     loaded = write(tmp_path, teachers={"small": {"model": folders["small"]}}, **sections)
     train_loaded(loaded, tmp_path / "here")

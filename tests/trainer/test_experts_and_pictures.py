@@ -21,7 +21,7 @@ from ..teachers.tiny_teachers import save_teacher
 from .recipes import tiny
 from .test_run import metrics_of, weights_of
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16, "context": 128}
+SMALL = {"hidden": 32, "layers": 2, "heads": 2, "context": 128}
 MOE = {"random_init": {"family": "qwen3_moe", "experts": 4, **SMALL}}
 EYES = {"random_init": {"family": "qwen2_5_vl", **SMALL}}
 PICTURES = {

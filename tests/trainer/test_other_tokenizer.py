@@ -78,7 +78,7 @@ def test_a_server_with_another_tokenizer_is_compared_at_the_same_sampled_tokens(
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {
         "distill": SAMPLED,
-        "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "eps": 1e-3},
+        "train": {"steps": 2, "prompts": 4, "lr": 1e-3, "optimizer": "tests.learning.optimizers:steady"},
     }
     train_loaded(write(tmp_path, teachers={"far": {"model": foreign}}, **sections), tmp_path / "here")
     with served(load_model(Model(path=foreign, device="cpu"), 0)) as server:

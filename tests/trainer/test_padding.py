@@ -30,7 +30,7 @@ def steps(**train: int) -> dict[str, Any]:
     return {"steps": 2, "prompts": 3, "lr": 1e-3, **train}
 
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 2, "head_dim": 16}
+SMALL = {"hidden": 32, "layers": 2, "heads": 2}
 RECIPES: dict[str, dict[str, Any]] = {
     "minibatches": {"train": steps(epochs=2, minibatches=4)},
     "rows": {"train": steps(minibatch_size=5)},
@@ -40,7 +40,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "advantage": "gae",
             "lam": 0.95,
             "kl": {"place": "loss"},
-            "mismatch": {"weights": "sequence"},
+            "mismatch": "sequence",
         },
         "critic": {"warmup_steps": 1},
     },

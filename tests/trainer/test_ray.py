@@ -33,7 +33,7 @@ TIMED = re.compile(
     r"time/.*|.*/tokens_per_second|teacher/.*/(seconds|wakes)|teachers/overlap_fraction|shared/.*|balance/.*|padding/.*"
 )
 """Metrics that the clock, the number of ranks or where a teacher lives makes."""
-STEPS = {"steps": 3, "prompts": 4, "lr": 1e-3, "eps": 1e-3}
+STEPS = {"steps": 3, "prompts": 4, "lr": 1e-3, "optimizer": "tests.learning.optimizers:steady"}
 """AdamW divides by the gradient's size: where that is nothing, eps decides how far rounding is blown up."""
 REWARD = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
 GRPO = {"reward": REWARD, "train": STEPS | {"epochs": 2}, "algorithm": {"kl": {"place": "loss"}}}
@@ -260,7 +260,7 @@ def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
         "agent": {
             "loop": "of_the_user:loop",
             "tools": [{"use": "of_the_user:twice"}],
-            "on_failure": {"retry": 2},
+            "on_failure": "retry",
         },
         "train": STEPS | {"steps": 2},
     }

@@ -91,7 +91,7 @@ def fragile(
 ) -> dict[str, Any]:
     """The recipe on Ray; deadlines are short, but not for a machine that is busy."""
     found = on_ray(sections, ranks=ranks, store=store)
-    found["rollout"] = sections["rollout"] | {"replicas": 1}
+    found["rollout"] = dict(sections["rollout"])
     found["runtime"] |= {"stage_s": 60, "max_deaths": deaths}
     return found
 
@@ -174,7 +174,8 @@ def test_a_run_goes_on_after_deaths_as_if_nobody_had_died(tmp_path: Path, monkey
     before_steps(monkeypatch, kills)
     # Every put is an object of its own, as large ones are.
     monkeypatch.setattr(start, "start_ray_store", partial(start.start_ray_store, inline_bytes=0))
-    sections = on_ray({"rollout": TINY["rollout"] | {"samples": 2, "replicas": 2}})
+    sections = on_ray({"rollout": TINY["rollout"] | {"samples": 2}})
+    sections["pools"]["rollout"] = {"devices": 2}
     train_loaded(survivor(tmp_path, "own", **sections), tmp_path / "ray")
     counted = take_counts(tmp_path / "ray")
     assert [deaths for deaths, _ in counted] == [0, 1, 1, 0, 1], "Ray itself starts a reward model again"

@@ -85,13 +85,13 @@ def test_each_kind_of_run_finishes_and_documents_its_metrics(tmp_path: Path, kin
 
 
 def test_weights_of_one_change_no_bit_of_a_run(tmp_path: Path):
-    def run(name: str, mismatch: dict) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    def run(name: str, mismatch: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         sections = {"algorithm": {"mismatch": mismatch}, "train": MINIBATCHES}
         train_loaded(tiny(tmp_path, **sections), tmp_path / name)
         return without_times(metrics_of(tmp_path / name)), weights_of(tmp_path / name)
 
-    plain, weights = run("plain", {})
-    rows, weighed = run("weighed", {"weights": "sequence"})
+    plain, weights = run("plain", "off")
+    rows, weighed = run("weighed", "sequence")
     assert all(torch.equal(weights[name], weighed[name]) for name in weights)
     for row, other in zip(plain[1:], rows[1:], strict=True):
         assert other.pop("advantage/mismatch_weight") == 1.0
@@ -100,8 +100,8 @@ def test_weights_of_one_change_no_bit_of_a_run(tmp_path: Path):
 
 
 def test_the_torch_engine_s_ratios_are_one(tmp_path: Path):
-    weights = {"weights": "token", "cap": 1.001}
-    train_loaded(tiny(tmp_path, algorithm={"mismatch": weights}), tmp_path / "run")
+    algorithm = {"mismatch": "token", "mismatch_cap": 1.001}
+    train_loaded(tiny(tmp_path, algorithm=algorithm), tmp_path / "run")
     for row in metrics_of(tmp_path / "run")[1:]:
         assert row["advantage/mismatch_weight"] == 1.0
         assert row["advantage/mismatch_truncated"] == 0.0

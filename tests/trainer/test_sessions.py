@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from practicum.errors import PracticumError
+from practicum.sessions import attempts
 from practicum.trainer.run import train_loaded
 
 from .recipes import tiny
@@ -57,11 +58,14 @@ def test_a_group_with_a_failed_session_can_be_dropped(tmp_path: Path):
     assert [sample["session"] for sample in failed] == [1, 3, 1, 3], "a step that fails leaves its answers"
 
 
-def test_a_failed_session_can_be_run_again_with_other_randomness(tmp_path: Path):
+def test_a_failed_session_can_be_run_again_with_other_randomness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attempts, "RETRIES", 20)
     once = trained(tmp_path, "fails_first")
     again = tmp_path / "again"
     again.mkdir()
-    tried = trained(again, "fails_first", "agent.on_failure.retry=20")
+    tried = trained(again, "fails_first", "agent.on_failure=retry")
     assert sum(row["rollout/failed"] for row in once) > 0
     assert sum(row["rollout/failed"] for row in tried) == 0
     assert sum(row["rollout/retries"] for row in tried) >= sum(row["rollout/failed"] for row in once)

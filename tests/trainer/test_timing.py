@@ -19,7 +19,7 @@ from practicum.trainer.run import train_loaded
 from .recipes import TINY, tiny
 from .test_run import metrics_of, same_run, stop_after
 
-TOKEN = {"algorithm": {"mismatch": {"weights": "token"}}}
+TOKEN = {"algorithm": {"mismatch": "token"}}
 ROLLOUT = {"algorithm": {"old_logprobs": "rollout"}, "train": TINY["train"] | {"minibatches": 2}}
 REFILLS = {
     "refills": 50,

@@ -25,7 +25,7 @@ from practicum.roles.stage_table import make_plan
 from practicum.runtime.local import LocalRoles, start_local
 
 KV_BYTES = 16 * 2**20
-MAKE = {"hidden": 64, "layers": 2, "heads": 2, "head_dim": 32, "context": 128}
+MAKE = {"hidden": 64, "layers": 2, "heads": 2, "context": 128}
 
 
 def make_tiny(seed: int = 0, **more: Any) -> PreTrainedModel:
@@ -39,9 +39,9 @@ def make_tiny(seed: int = 0, **more: Any) -> PreTrainedModel:
     return ready(model, torch.device("cpu"))
 
 
-def save_model(folder: Path, head_dim: int = 32, **more: Any) -> PreTrainedModel:
+def save_model(folder: Path, **more: Any) -> PreTrainedModel:
     """A tiny model in a folder, with its tokenizer."""
-    model = make_tiny(head_dim=head_dim, **more)
+    model = make_tiny(**more)
     model.save_pretrained(folder)
     load_tokenizer(Model(random_init=MakeModel())).save_pretrained(folder)
     return model

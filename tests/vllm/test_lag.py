@@ -19,7 +19,7 @@ from tests.trainer.recipes import TINY, tiny
 from tests.trainer.test_run import metrics_of, stop_after
 from tests.vllm.models import logprobs, started, update
 
-MAKE = TINY["model"]["random_init"] | {"head_dim": 32}
+MAKE = TINY["model"]["random_init"] | {"hidden": 64}
 ROLLOUT = TINY["rollout"] | {"engine": "vllm"}
 REWARD = {"functions": [{"use": "tests.trainer.rewards:by_letters"}]}
 LORA = {"lora": {"rank": 4}}

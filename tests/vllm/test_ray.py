@@ -29,7 +29,7 @@ RECIPE: dict[str, Any] = {
     },
     "route": {"map": {"sort": {"self": 0.3, "first": 0.3, "tuned": 0.4}}},
     "distill": {"top_k": 4},
-    "algorithm": {"mismatch": {"weights": "token"}},
+    "algorithm": {"mismatch": "token"},
     "train": {"steps": 2, "prompts": 8, "lr": 1e-3},
     "runtime": {"kind": "ray", "threads": 1, "cpus": 6},
 }

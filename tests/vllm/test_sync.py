@@ -16,7 +16,7 @@ from practicum.runtime.local import LocalRoles
 from tests.vllm.models import started, update
 
 STALE = "stale or corrupt weights"
-BROKEN = {"options": {"worker_extension_cls": "tests.vllm.broken.BrokenWorker"}}
+BROKEN = {"worker_extension_cls": "tests.vllm.broken.BrokenWorker"}
 Weights = Iterator[tuple[str, Tensor]]
 
 

@@ -33,7 +33,7 @@ def recipe_of(folder: str, engine: str, rollout: str) -> Recipe:
             "model": {"random_init": MAKE},
             "tasks": {name: {"kind": name} for name in ("sort", "copy", "reverse")},
             "rollout": {"engine": rollout, "samples": 2, "max_new_tokens": 8, "temperature": 0.8}
-            | ({"vllm": {"options": {"kv_cache_memory_bytes": KV_MB << 20}}} if rollout == "vllm" else {}),
+            | ({"vllm": {"kv_cache_memory_bytes": KV_MB << 20}} if rollout == "vllm" else {}),
             "teachers": {
                 "folder": {"model": folder, **by},
                 "away": {"model": folder, "placement": "own", "context": 100, **by},

@@ -89,7 +89,7 @@ def processes_of(engine: VllmEngine) -> set[int]:
 
 
 def test_the_probe_of_a_run_holds_with_two_workers_and_they_end_with_a_killed_engine():
-    rollout = {"engine": "vllm", "max_num_seqs": 4, "max_new_tokens": 8, "vllm": {"tensor_parallel": 2}}
+    rollout = {"engine": "vllm", "max_num_seqs": 4, "max_new_tokens": 8, "vllm": {"tensor_parallel_size": 2}}
     with started({"model": {"random_init": MAKE | SPLIT}, "rollout": rollout}) as roles:
         for _ in range(2):
             update(roles.rank.student.learner)
@@ -108,7 +108,7 @@ def test_the_probe_of_a_run_holds_with_two_workers_and_they_end_with_a_killed_en
 def test_a_teacher_over_two_workers_scores_as_the_torch_engine_until_one_is_killed(tmp_path: Path):
     model = save_model(tmp_path, **SPLIT)
     rows = [([5, 6, 7, 8], 1), ([9] * 30, 2)]
-    options = {"tensor_parallel": 2}
+    options = {"tensor_parallel_size": 2}
     teacher = Teacher.model_validate({"model": str(tmp_path), "engine": "vllm", "vllm": options})
     place = scorer_of(teacher, "t", distill={"top_k": 4})
     plain, engine = TorchEngine(model, slots=1, context=CONTEXT), place.sleeper

@@ -30,9 +30,9 @@ def _nothing_stays() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("model", "setup", "words"),
     [
-        ({"head_dim": 24}, {}, r"head size on this device .*: use rollout\.engine: torch, .*head_dim=24"),
+        ({"hidden": 48}, {}, r"head size on this device .*: use rollout\.engine: torch, .*head_dim=24"),
         ({}, {"kv_bytes": 10_000}, r"too small for one sequence of 128 tokens: raise kv_cache_memory_bytes"),
-        ({}, {"options": {"gpu_memory": 1}}, r"rollout\.vllm\.options has a name that .*gpu_memory"),
+        ({}, {"options": {"gpu_memory": 1}}, r"rollout\.vllm has a name that .*gpu_memory"),
         ({}, {"context": 999}, r"999 tokens is longer than the model's: lower rollout\.context"),
         ({}, {"start_s": 0.5}, r"not ready after 0\.5 s"),
         ({"family": "unknown"}, {}, r"does not know this model: use rollout\.engine: torch\. .*Qwen33"),

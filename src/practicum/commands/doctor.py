@@ -39,7 +39,7 @@ _GAP = {"float32": 1e-3, "bfloat16": 0.5}
 _RECIPE: dict[str, Any] = {
     "name": "doctor",
     "model": {
-        "random_init": {"hidden": 64, "layers": 2, "heads": 2, "head_dim": 32, "context": 128},
+        "random_init": {"hidden": 64, "layers": 2, "heads": 2, "context": 128},
     },
     "tasks": {"copy": {"kind": "copy"}},
     "reward": {"functions": [{"use": "practicum.commands.doctor:letters"}]},

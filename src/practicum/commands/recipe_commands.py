@@ -129,7 +129,7 @@ def plan(
     }
     require_layers(loaded.recipe.model_copy(update={"teachers": teachers}))
     for name, teacher in teachers.items():
-        if teacher.engine == "torch" and teacher.model is not None:
+        if teacher.engine_traits.runs_transformers and teacher.model is not None:
             require_known_layers(teacher.model, f"teachers.{name}.model")
     predicted = forecast(loaded.recipe, spec, mean_prompt_tokens(loaded.recipe))
     typer.echo(report(predicted))

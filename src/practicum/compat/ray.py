@@ -9,6 +9,7 @@ import inspect
 from typing import Any
 
 import ray
+import ray._private.state
 import ray.actor
 import ray.exceptions
 from ray import ObjectRef
@@ -34,6 +35,26 @@ def actor_id(actor: Any) -> str:
 def called_actor_id(call: ObjectRef[Any]) -> str:
     """Return the id of the actor that a call went to."""
     return call.task_id().actor_id().hex()
+
+
+def host_of(call: ObjectRef[Any]) -> str:
+    """Return the address of the host of the actor that a call went to, or "" if Ray does not know it."""
+    return ray._private.state.actors(called_actor_id(call)).get("Address", {}).get("IPAddress", "")
+
+
+def host_in(error: BaseException) -> str:
+    """Return the address of the host of the actor that died, or "" if Ray's error does not have it."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line.removeprefix("ip: ") for line in lines if line.startswith("ip: ")), "")
+
+
+def on_host(call: ObjectRef[Any] | None, error: BaseException | None = None) -> str:
+    """Return " on ADDRESS" for the host of the actor that a call went to, or "" if that is this one.
+
+    `error` is Ray's, if the actor died.
+    """
+    address = (host_in(error) if error is not None else "") or (host_of(call) if call is not None else "")
+    return f" on {address}" if address not in ("", ray.util.get_node_ip_address()) else ""
 
 
 def put_direct(value: Any) -> ObjectRef[Any]:

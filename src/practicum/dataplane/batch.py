@@ -32,10 +32,8 @@ class BatchRef:
             raise StoreError(f"{twice} is in the batch more than once")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Batches travel with every call between processes: a value that all rows share is sent once.
         rows = [(*key, *plain_tags(tags)) for key, tags in self]
-        columns = zip(*rows, strict=True)
-        return _rebuilt, (self.partition, len(rows), [_shared(column) for column in columns])
+        return _rebuilt, (self.partition, len(rows), compact(rows))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -78,13 +76,26 @@ def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
     return [tuple(key) for key in keys]
 
 
+def compact(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Return the columns of rows for another process: a value that all rows share is sent once."""
+    return [_shared(column) for column in zip(*rows, strict=True)]
+
+
+def expand(columns: Sequence[list[Any]], rows: int) -> list[tuple[Any, ...]]:
+    """Return the rows that `compact` made columns of."""
+    whole = [column * rows if len(column) == 1 else column for column in columns]
+    return list(zip(*whole, strict=True))
+
+
 def _shared(column: tuple[Any, ...]) -> list[Any]:
-    return [column[0]] if all(value is column[0] for value in column) else list(column)
+    first = column[0]
+    comparable = type(first) in (str, int)  # not floats, because 0.0 == -0.0
+    same = (x is first or (comparable and type(x) is type(first) and x == first) for x in column)
+    return [first] if all(same) else list(column)
 
 
 def _rebuilt(partition: str, rows: int, columns: list[list[Any]]) -> BatchRef:
-    whole = [column * rows if len(column) == 1 else column for column in columns]
-    values = list(zip(*whole, strict=True))
+    values = expand(columns, rows)
     keys, tags = ((row[:_KEY_FIELDS] for row in values), (row[_KEY_FIELDS:] for row in values))
     return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*row) for row in tags))
 

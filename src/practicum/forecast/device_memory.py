@@ -39,7 +39,7 @@ _ADVICE = {
     "teachers": "give teachers their own devices (placement: own)",
     "Adam's moments": "take train.optimizer adamw_8bit or train.offload, or raise pools.train.devices",
     "engine's weights": "give engines their own devices (pools.rollout), or split each over several "
-    "(rollout.vllm.tensor_parallel)",
+    "(rollout.vllm.tensor_parallel_size)",
 }
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number."""

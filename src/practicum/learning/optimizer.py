@@ -46,6 +46,9 @@ SCHEDULES: dict[str, Callable[[int, Train], float]] = {
 }
 """The learning rate of a step after the warm-up, by the schedule's name in a recipe."""
 
+EPS = 1e-8
+"""AdamW's epsilon."""
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
 
 
@@ -76,7 +79,7 @@ def _adamw(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    options |= {"lr": train.lr, "betas": train.betas, "eps": train.eps}
+    options |= {"lr": train.lr, "betas": train.betas, "eps": EPS}
     if any(p.itemsize < 4 for p in trained):
         return MasterWeights(groups, kind, options)
     return kind(groups, **options)

@@ -44,7 +44,7 @@ def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
         if teacher.url is None and teacher.student is None and (shares or not is_apart):
             base = (teacher.model, teacher.dtype, teacher.device) if teacher.model is not None else ()
             own = teacher.own_options if is_apart else None
-            settings = (repr(own), repr(teacher.engine_settings)) if shares else ()
+            settings = (repr(own), repr(teacher.engine_arguments)) if shares else ()
             groups.setdefault((teacher.engine, *base, *settings), []).append(name)
     return [names for names in groups.values() if any(teachers[name].adapter for name in names)]
 

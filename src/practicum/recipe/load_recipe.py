@@ -17,7 +17,7 @@ from practicum.recipe.places import locate
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.origins import DEFAULT, Layers, Origin, leaves, spelled_out
-from practicum.recipe.text.problems import explain, shorten, with_origin
+from practicum.recipe.text.problems import explain, removed_keys, shorten, with_origin
 from practicum.recipe.text.type_text import nearest
 
 DICT = Path("the dict")
@@ -56,10 +56,15 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
         raise RecipeErrors(str(source), [error]) from None
     _override(layers, overrides, str(source))
     places = locate(layers.data, layers.origins, source)
+    removed = [with_origin(problem, layers.origins) for problem in removed_keys(layers.data)]
     try:
         checked = Recipe.model_validate(layers.data)
     except ValidationError as error:
-        raise RecipeErrors(str(source), explain(error, layers.origins)) from None
+        paths = [problem.path for problem in removed]
+        others = [p for p in explain(error, layers.origins) if not any(q.startswith(p.path) for q in paths)]
+        raise RecipeErrors(str(source), removed + others) from None
+    if removed:  # in a mapping whose keys are free
+        raise RecipeErrors(str(source), removed)
     origins = {leaf: layers.origins.get(leaf, DEFAULT) for leaf, _ in leaves(checked.model_dump())}
     try:
         problems = combinations(checked)

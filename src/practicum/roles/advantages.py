@@ -67,14 +67,13 @@ class AdvantageRole:
         session_N = dense_ids(names)[0].repeat_interleave(torch.tensor(mask.lengths))
         prompts = [prompt for prompt, _ in dict.fromkeys(names)]
         advantages_N, returns_N, stats = self._estimate(columns, mask.values, session_N, prompts, step)
-        mismatch = self.algorithm.mismatch
-        if mismatch.weights != "off":
+        mismatch, cap = self.algorithm.mismatch, self.algorithm.mismatch_cap
+        if mismatch != "off":
             # A policy loss is linear in the advantage, so weighting advantages weights the loss. The critic's
             # targets are not weighted.
             old_N = columns.ragged(student_source(self.algorithm)).values
             rollout_N = columns.ragged("rollout_logprobs").values
-            options = mismatch.weights, mismatch.cap
-            found = mismatch_weights(old_N, rollout_N, mask.values, session_N, *options)
+            found = mismatch_weights(old_N, rollout_N, mask.values, session_N, mismatch, cap)
             advantages_N = found.weights_N.to(advantages_N.dtype) * advantages_N
             stats |= found.stats
             if self.recorder.records:

@@ -83,7 +83,7 @@ def ratio_source(recipe: Recipe) -> OldSource:
         return "own"
     if algorithm.old_logprobs == "rollout" or loss.to_sampler:
         return "rollout_logprobs"
-    if algorithm.old_logprobs == "auto" and recipe.rollout.lag and algorithm.mismatch.weights == "off":
+    if algorithm.old_logprobs == "auto" and recipe.rollout.lag and algorithm.mismatch == "off":
         return "rollout_logprobs"
     several = train.epochs * train.minibatches > 1 or train.minibatch_size is not None
     in_advantages = algorithm.kl.place == "reward" or recipe.distils_by_policy or recipe.corrects_mismatch

@@ -17,7 +17,7 @@ from practicum.concurrency.gather import gather_all
 from practicum.engines.protocol import Sampling
 from practicum.errors import EngineError, PracticumError, RecipeError, SessionError
 from practicum.recipe.own_parts import find_function
-from practicum.recipe.schema.rollout_sections import Agent, CommandLoop, FunctionLoop, Retry
+from practicum.recipe.schema.rollout_sections import Agent, CommandLoop, FunctionLoop
 from practicum.sessions.endpoint.programs import check_function, run_command, run_function
 from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.tool import ToolError
@@ -30,6 +30,8 @@ Loop = Callable[[Session], Awaitable[Any]]
 """Result of a loop: None (all trajectories with sampled tokens), a trajectory, a list of them, or one of
 these with a reward, which is a number for the session or a list with one number per trajectory."""
 
+RETRIES = 2
+"""Retries of a failed session with agent.on_failure: retry."""
 _EXPECTED = "expected None, a Trajectory, a list of them, or (trajectories, reward)"
 
 
@@ -144,7 +146,7 @@ async def run_attempt(
     Errors of the loop and missed deadlines are failures of the session. Errors of the engine are raised. The
     work that `then` returns for the result is awaited.
     """
-    tries = 1 + (agent.on_failure.retry if isinstance(agent.on_failure, Retry) else 0)
+    tries = 1 + RETRIES * (agent.on_failure == "retry")
     outcome, number = ("had no try", None), 0
     for number in range(tries):
         session = make(number)

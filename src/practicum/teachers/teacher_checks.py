@@ -158,7 +158,7 @@ class _Check:
                 self.context = getattr(config, "max_position_embeddings", None)
                 self.width = getattr(config, "vocab_size", None)
                 parts.append(next(iter(config.architectures or ()), type(config).__name__))
-                if self.teacher.engine == "torch" and self.teacher.model is not None:
+                if self.teacher.engine_traits.runs_transformers and self.teacher.model is not None:
                     require_known_layers(self.teacher.model, f"{self.path}.model")
             tokenizer = load_teacher_tokenizer(self.teacher, self.path)
         except RecipeError as problem:

@@ -84,7 +84,7 @@ def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], l
     specs = {
         name: teacher.model_copy(update={"placement": "colocated"})
         for name, teacher in recipe.teachers.items()
-        if teacher.url is None and teacher.adapter is None and teacher.engine == "torch"
+        if teacher.url is None and teacher.adapter is None and teacher.engine_traits.runs_transformers
     }
     for name in shared_tokens(recipe, load_tokenizer(recipe.model)):
         specs.pop(name, None)  # another tokenizer: `teacher_checks` reports what they share

@@ -19,7 +19,6 @@ MAY_CHANGE = (
     "checks.",
     "runtime.",
     "pools.",
-    "rollout.replicas",
     "expected",
     "out",
     "rollout.deadline_s",

@@ -23,7 +23,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from practicum.dataplane.batch import BatchRef, plain_keys, plain_tags
+from practicum.compat.ray import on_host
+from practicum.dataplane.batch import BatchRef, expand, plain_keys, plain_tags
 from practicum.dataplane.columns import check_columns, field_of, gather_cells
 from practicum.dataplane.keys import Key, Tags, name_keys
 from practicum.dataplane.packing import Packed, pack
@@ -62,9 +63,11 @@ class RayStoreHandle:
             ray.kill(self.index)
 
 
-def start_ray_store(start_s: float = 60.0, inline_bytes: int = INLINE_BYTES) -> RayStoreHandle:
-    """Start an empty store on the cluster that this process is connected to."""
-    handle = RayStoreHandle(start_index(), inline_bytes)
+def start_ray_store(
+    start_s: float = 60.0, inline_bytes: int = INLINE_BYTES, where: Any = "DEFAULT"
+) -> RayStoreHandle:
+    """Start an empty store on the cluster that this process is connected to, with its index at `where`."""
+    handle = RayStoreHandle(start_index(where=where), inline_bytes)
     handle.connect(start_s, lasting=False).size()
     return handle
 
@@ -99,8 +102,9 @@ class RayStore:
         return {field.name: gather_cells(field, cells[field.name]) for field in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        held_keys, tags = self._call("batch", partition, None if keys is None else plain_keys(keys))
-        return BatchRef(partition, tuple(map(Key._make, held_keys)), tuple(Tags(*values) for values in tags))
+        rows, tags, held = self._call("batch", partition, None if keys is None else plain_keys(keys))
+        held_keys = keys if keys is not None else map(Key._make, expand(held, rows))
+        return BatchRef(partition, tuple(held_keys), tuple(Tags(*values) for values in expand(tags, rows)))
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
         self._call("tag", partition, plain_keys(tuple(tags)), [plain_tags(new) for new in tags.values()])
@@ -166,13 +170,15 @@ class RayStore:
             raise
         except RayActorError as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            host = on_host(call, error)
             raise StoreError(
-                f"the store's index died, and all rows of the store with it (during {method}): "
+                f"the store's index{host} died, and all rows of the store with it (during {method}): "
                 f"resume the run from its last checkpoint. Ray says: {reason}"
             ) from error
         except GetTimeoutError:
             raise DeadlineError(
-                f"the store's index did not answer {method} within {self._timeout_s:g} s: its node may be "
+                f"the store's index{on_host(call)} did not answer {method} within "
+                f"{self._timeout_s:g} s: its node may be "
                 "overloaded or cut off; runtime.stage_s is the time that a call may take"
             ) from None
 

@@ -22,6 +22,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from practicum.dataplane.batch import compact
 from practicum.dataplane.row_table import PlainKey, RowTable
 from practicum.errors import StoreError
 
@@ -134,6 +135,9 @@ class StoreIndex:
             if whole and (pending := self._pending.get(arguments[0])):
                 await asyncio.wait(pending)
             result = getattr(self._rows, method)(*arguments)
+            if method == "batch":
+                keys, tags = result
+                result = len(tags), compact(tags), None if arguments[1] is not None else compact(keys)
         if method in ("commit", "clear") and not self._report_freed:
             result = []
         found: list[Any] = []
@@ -184,7 +188,10 @@ def decode_answer(answer: tuple[bytes, list[Any]]) -> Any:
     return result
 
 
-def start_index(report_freed: bool = False) -> Any:
-    """Start the index as an actor. It counts as no CPU, and ends with the process that starts it."""
-    actor = ray.remote(StoreIndex).options(num_cpus=0, max_concurrency=_CONCURRENT_CALLS, max_restarts=0)
-    return actor.remote(report_freed)
+def start_index(report_freed: bool = False, where: Any = "DEFAULT") -> Any:
+    """Start the index as an actor. It counts as no CPU, and ends with the process that starts it.
+
+    `where` is Ray's scheduling strategy. The index holds small puts, so it belongs beside their readers.
+    """
+    options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
+    return ray.remote(StoreIndex).options(**options, scheduling_strategy=where).remote(report_freed)

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from practicum.compat import transferqueue
+from practicum.compat.ray import on_host
 from practicum.errors import DeadlineError, RecipeError, StoreError
 
 # One thread for torch in the servers: more than the cores is a warning on every call.
@@ -67,11 +68,12 @@ class Servers:
                 ray.get(calls[name])
             except ActorUnavailableError:  # Ray can't connect to it: it hangs, or its node is cut off
                 silent.append(name)
-            except RayActorError:
+            except RayActorError as error:
+                where = on_host(calls[name], error)
                 lost = "its rows are lost" if name != "controller" else "rows can't be located any more"
                 after = f"{lost}: resume the run from its last checkpoint"
-                death = death or f"TransferQueue's {name} died; {after}"
-        return death, silent
+                death = death or f"TransferQueue's {name}{where} died; {after}"
+        return death, [name + on_host(calls[name]) for name in silent]
 
     def close(self) -> None:
         for actor in self.actors().values():

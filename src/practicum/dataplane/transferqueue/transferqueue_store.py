@@ -57,12 +57,14 @@ class TransferQueueHandle:
             self.servers.close()
 
 
-def start_transferqueue(units: int = 1, *, start_s: float = 180.0) -> TransferQueueHandle:
-    """Start an empty store on the cluster that this process is connected to.
+def start_transferqueue(
+    units: int = 1, *, start_s: float = 180.0, where: Any = "DEFAULT"
+) -> TransferQueueHandle:
+    """Start an empty store on the cluster that this process is connected to, with its index at `where`.
 
     `units` storage units and a controller take a CPU each.
     """
-    index = start_index(report_freed=True)  # starts while the servers do
+    index = start_index(report_freed=True, where=where)  # starts while the servers do
     try:
         handle = TransferQueueHandle(index, start_servers(units, timeout_s=start_s))
     except BaseException:

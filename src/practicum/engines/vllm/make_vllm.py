@@ -19,7 +19,7 @@ from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter, merged_weights
 from practicum.models.model_files import read_config
-from practicum.recipe.schema.engine_sections import Vllm
+from practicum.recipe.schema.engine_sections import EngineChoice
 from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
@@ -53,7 +53,7 @@ class VllmKind:
             path = _write_config(model, folder.name)
         model_of = (path or folder.name, model.config, model.dtype)
         return VllmEngine(
-            _setup("rollout", rollout.vllm, *model_of, kv_tokens=slots * context, **more),
+            _setup("rollout", rollout, *model_of, kv_tokens=slots * context, **more),
             weights=weights,
             folder=folder,
             write_adapter=(lambda to, adapter: write_adapter(to, model, adapter, base=""))
@@ -123,7 +123,7 @@ def _scoring_engine(model: FrozenModel, threads: int) -> VllmEngine:
     context = context if longest is None else min(context, longest)
     setup = _setup(
         model.key,
-        model.settings.vllm,
+        model.settings,
         path,
         config,
         dtype,
@@ -168,10 +168,17 @@ def _write_config(model: PreTrainedModel, folder: str) -> str:
 
 
 def _setup(
-    key: str, chosen: Vllm, model: str, config: Any, dtype: torch.dtype, *, kv_tokens: int, **more: Any
+    key: str,
+    choice: EngineChoice,
+    model: str,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    kv_tokens: int,
+    **more: Any,
 ) -> VllmSetup:
     """Return settings with room for this many tokens, unless the recipe's section says otherwise."""
-    parallel, text = chosen.tensor_parallel, config.get_text_config()
+    parallel, text = choice.engine_devices, config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * max(1, heads // parallel) * width * dtype.itemsize
@@ -179,4 +186,4 @@ def _setup(
     blocks = -(-kv_tokens // _BLOCK) + more["slots"] + 1
     settings = {"kv_bytes": token_bytes * _BLOCK * blocks, "tensor_parallel": parallel, "where": key}
     dtype_name = str(dtype).removeprefix("torch.")
-    return VllmSetup(model, dtype_name, options=chosen.options, **settings, **more)
+    return VllmSetup(model, dtype_name, options=choice.vllm, **settings, **more)

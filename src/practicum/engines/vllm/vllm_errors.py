@@ -15,15 +15,15 @@ _RULES = {
     r"greater than the derived": "a context of {context} tokens is longer than the model's: lower "
     "{where}.context",
     r"KV cache is needed|memory for the cache blocks": "KV memory of {kv_gb:.3g} GiB is too small for one "
-    "sequence of {context} tokens: raise kv_cache_memory_bytes in {where}.vllm.options, or lower "
+    "sequence of {context} tokens: raise kv_cache_memory_bytes in {where}.vllm, or lower "
     "{where}.context",
     r"architectures? .*not supported|does not recognize this architecture": "vLLM does not know this model: "
     "use {where}.engine: torch",
-    r"EngineArgs.*unexpected keyword": "{where}.vllm.options has a name that vLLM does not know: remove it",
+    r"EngineArgs.*unexpected keyword": "{where}.vllm has a name that vLLM does not know: remove it",
     r"divisible by tensor parallel size": "the model's attention heads can't be split over as many devices: "
-    "lower {where}.vllm.tensor_parallel",
-    r"World size .* larger than the number of available": "{where}.vllm.tensor_parallel is more than the "
-    "devices of this machine: lower it",
+    "lower {where}.vllm.tensor_parallel_size",
+    r"World size .* larger than the number of available": "lower {where}.vllm.tensor_parallel_size to at "
+    "most the devices of this machine",
 }
 """Patterns in vLLM's errors and what they mean for a recipe. The first that matches counts."""
 

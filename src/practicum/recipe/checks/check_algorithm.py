@@ -12,7 +12,7 @@ from practicum.recipe.schema.recipe import Recipe
 
 _CUT = "the engine's logprobs are of the truncated distribution, the learner's of the full one"
 _CORRECTED = "the ratio to the engine's logprobs already corrects the mismatch: use one of the two"
-_WEIGH = "set algorithm.mismatch.weights to token"
+_WEIGH = "set algorithm.mismatch to token"
 
 
 def check_algorithm(recipe: Recipe) -> Iterator[RecipeError]:
@@ -118,7 +118,7 @@ def _mismatch(algorithm: Algorithm, recipe: Recipe) -> Iterator[RecipeError]:
     elif loss_traits(algorithm.loss).to_sampler:
         founds[_CORRECTED] = f"algorithm.loss {algorithm.loss}"
     for advice, found in founds.items():
-        yield RecipeError("algorithm.mismatch", f"a correction with {found}", "weights: off", advice)
+        yield RecipeError("algorithm.mismatch", f"{algorithm.mismatch} with {found}", "off", advice)
 
 
 def _lag(recipe: Recipe, lag: int) -> Iterator[RecipeError]:
@@ -129,14 +129,14 @@ def _lag(recipe: Recipe, lag: int) -> Iterator[RecipeError]:
         yield RecipeError("rollout.lag", found, "0", "supervised training samples nothing")
         return
     # A policy loss needs the probability of each token under the weights that sampled it.
-    weighs = not recipe.has_policy_loss or algorithm.mismatch.weights != "off"
+    weighs = not recipe.has_policy_loss or algorithm.mismatch != "off"
     if not weighs and not loss_traits(algorithm.loss).ratio:
         names = ", ".join(name for name, traits in LOSSES.items() if traits.ratio)
         advice = f"it treats every token as sampled by the current weights: use one of {names}"
         found, expected = f"{algorithm.loss} {with_lag}", "a loss that weights stale tokens"
         yield RecipeError("algorithm.loss", found, expected, f"{advice}; or {_WEIGH}")
     elif not weighs and algorithm.old_logprobs == "recompute":
-        found = f"recompute {with_lag} and algorithm.mismatch.weights off"
+        found = f"recompute {with_lag} and algorithm.mismatch off"
         advice = f"a ratio to the current weights is wrong for stale samples: {_WEIGH} (decoupled PPO)"
         yield RecipeError("algorithm.old_logprobs", found, "auto or rollout, or weights", advice)
     if recipe.has_policy_loss and recipe.cuts_sampling:

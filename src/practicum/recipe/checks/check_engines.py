@@ -19,7 +19,7 @@ def check_engines(recipe: Recipe) -> Iterator[RecipeError]:
     student_heads = _folder_heads(model.path) if make is None else (make.heads, make.kv_heads)
     yield from _computes("rollout", rollout, "model.dtype", model.dtype, traits.vision, student_heads)
     if recipe.on_ray and rollout.engine_devices > 1:
-        yield from _several_devices(rollout, rollout.replicas, recipe.pools.rollout)
+        yield from _several_devices(rollout, recipe.pools.rollout)
     for name, teacher in teachers.items():
         if teacher.url is not None:
             continue
@@ -52,11 +52,10 @@ def _computes(
     if sees and not choice.engine_traits.vision:
         found = f"{choice.engine} with a student that takes images"
         yield RecipeError(f"{path}.engine", found, "an engine that takes images, such as torch")
-    if choice.engine_settings is not None:
-        yield from choice.engine_settings.problems(f"{path}.{choice.engine}", heads)
+    yield from choice.engine_problems(path, heads)
 
 
-def _several_devices(choice: EngineChoice, replicas: int | None, pool: Pool | None) -> Iterator[RecipeError]:
+def _several_devices(choice: EngineChoice, pool: Pool | None) -> Iterator[RecipeError]:
     """Check that an engine on several devices has a pool for itself, on one machine."""
     devices, key = choice.engine_devices, f"rollout.{choice.devices_key}"
     if pool is None:
@@ -65,10 +64,6 @@ def _several_devices(choice: EngineChoice, replicas: int | None, pool: Pool | No
     elif pool.devices % devices:
         found = f"{devices} with {pool.devices} devices on each node of pools.rollout"
         yield RecipeError(key, found, "a number that divides them, because an engine runs on one machine")
-    elif replicas not in (None, pool.total // devices):
-        found = f"{replicas} engines of {devices} devices"
-        expected = f"{pool.total // devices}, as many as fit pools.rollout"
-        yield RecipeError("rollout.replicas", found, expected, "remove it, or change pools.rollout")
 
 
 def _folder_heads(path: str | None) -> Heads | None:
@@ -101,11 +96,7 @@ def check_runtime(recipe: Recipe) -> Iterator[RecipeError]:
         if names_one_of_several(device):
             found, advice = f"{device} with runtime.kind ray", "Ray chooses which GPU a process gets"
             yield RecipeError(f"{path}.device", found, f"auto, cpu or {device.partition(':')[0]}", advice)
-    pool, replicas, lag = recipe.pools.rollout, recipe.engine_replicas, recipe.rollout.lag
+    pool, lag = recipe.pools.rollout, recipe.rollout.lag
     if pool is None and lag:
         advice = "engines can't share the learner's devices while it works: add rollout: {devices: 1}"
         yield RecipeError("pools.rollout", f"none with rollout.lag {lag}", "a pool of devices", advice)
-    if pool is not None and recipe.rollout.engine_devices == 1 and replicas < pool.total:
-        advice = "some devices would stay idle: lower pools.rollout, or remove rollout.replicas"
-        found = f"{replicas} with {pool.nodes} × {pool.devices} devices in pools.rollout"
-        yield RecipeError("rollout.replicas", found, f"at least {pool.total}", advice)

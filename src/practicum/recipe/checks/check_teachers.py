@@ -47,7 +47,7 @@ def _answering(recipe: Recipe) -> Iterator[RecipeError]:
     for name, teacher in recipe.teachers.items():
         keys = ("url", "adapter", "student", "prompt_prefix", "target")
         unfit = [key for key in keys if getattr(teacher, key) is not None]
-        unfit += ["engine"] * (teacher.engine != "torch")
+        unfit += ["engine"] * (not teacher.engine_traits.runs_transformers)
         if unfit:
             found = f"{unfit[0]} of a teacher that samples responses (algorithm.loss supervised)"
             advice = "merge an adapter into its base first" if "adapter" in unfit else f"remove {unfit[0]}"

@@ -66,20 +66,12 @@ def _model(model: Model, max_new_tokens: int) -> Iterator[RecipeError]:
         found = f"{max_new_tokens} in a context of {make.context} tokens"
         advice = "the prompt must fit too: lower it, or raise model.random_init.context"
         yield RecipeError("rollout.max_new_tokens", found, "less than model.random_init.context", advice)
-    if make.family in ("gpt2", "qwen2_5_vl") and make.hidden % make.heads:
+    # Rotary embeddings rotate pairs: all of them, on three axes (qwen2_5_vl), or a quarter (qwen3_5).
+    multiple = {"gpt2": 1, "qwen3_5": 8}.get(make.family, 2)
+    if make.hidden % (make.heads * multiple) or (make.family == "qwen2_5_vl" and make.head_dim < 6):
         found = f"{make.hidden} with {make.heads} heads"
-        yield RecipeError("model.random_init.hidden", found, "a multiple of model.random_init.heads")
-    width = make.hidden // make.heads
-    if make.family == "qwen2_5_vl" and (width % 2 or width < 6):
-        found = f"{make.hidden} with {make.heads} heads, of {width} each"
-        expected = "heads of an even width of 6 or more (positions have three axes)"
+        expected = f"{make.heads} × a multiple of {multiple}" + ", at least 6" * (make.family == "qwen2_5_vl")
         yield RecipeError("model.random_init.hidden", found, expected)
-    if make.family not in ("gpt2", "qwen2_5_vl") and make.head_dim % 2:
-        expected = "an even number, as rotary embeddings rotate pairs"
-        yield RecipeError("model.random_init.head_dim", str(make.head_dim), expected)
-    if make.family == "qwen3_5" and make.head_dim % 8:
-        expected = "a multiple of 8, as rotary embeddings cover a quarter of a head"
-        yield RecipeError("model.random_init.head_dim", str(make.head_dim), expected)
 
 
 def _task(path: str, task: Task) -> Iterator[RecipeError]:

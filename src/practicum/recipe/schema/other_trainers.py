@@ -15,7 +15,7 @@ _EVAL_DATA = "tasks.NAME.eval_split or eval_file"
 _REWARD = 'reward.functions: ["module:function"]'
 _KL = "algorithm.kl: {place: loss, coefficient: VALUE}"
 _MINIBATCHES = "train.minibatches: the number of optimizer steps per batch, not their size"
-_VLLM_MEMORY = "rollout.vllm.options: {kv_cache_memory_bytes: BYTES}"
+_VLLM_MEMORY = "rollout.vllm: {kv_cache_memory_bytes: BYTES}"
 _NODES = "runtime: ray and pools.train: {nodes: N, devices: DEVICES_OF_A_NODE}"
 _SCALE = "algorithm.advantage: dr_grpo for no division by the standard deviation, else grpo"
 _GROUPS = "refills: 4, the further rollouts that replace groups with equal rewards"
@@ -60,9 +60,9 @@ OTHER_KEYS = {
     "num_train_epochs": _STEPS,
     "use_vllm": "rollout.engine: vllm",
     "vllm_mode": "rollout.engine: vllm; pools.rollout gives it its own devices",
-    "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel",
+    "vllm_tensor_parallel_size": "rollout.vllm: {tensor_parallel_size: VALUE}",
     "vllm_gpu_memory_utilization": _VLLM_MEMORY,
-    "vllm_importance_sampling_correction": "algorithm.mismatch.weights",
+    "vllm_importance_sampling_correction": "algorithm.mismatch",
     "importance_sampling_level": "algorithm.loss: gspo for one ratio per response, else ppo_clip",
     "reward_funcs": _REWARD,
     "reward_weights": "reward.functions: [{use: NAME, weight: 0.5}]",
@@ -103,9 +103,9 @@ OTHER_KEYS = {
         _MICROBATCH,
     ),
     "n": "rollout.samples",
-    "tensor_model_parallel_size": "rollout.vllm.tensor_parallel",
+    "tensor_model_parallel_size": "rollout.vllm: {tensor_parallel_size: VALUE}",
     "gpu_memory_utilization": _VLLM_MEMORY,
-    "engine_kwargs": "rollout.vllm.options",
+    "engine_kwargs": "rollout.vllm",
     "multi_turn": "agent.loop and agent.tools",
     "train_files": _DATA,
     "val_files": _EVAL_DATA,

@@ -19,7 +19,6 @@ from practicum.recipe.schema.runtime_section import Pools, Runtime
 from practicum.recipe.schema.section import OwnName, Section, key, or_short_form, own_name, read_if, read_with
 from practicum.recipe.schema.teacher_sections import Distill, Held, RewardModel, Route, Teacher
 
-_HEAD_DIM = read_with(".family", "qwen3", "llama", "qwen3_moe", "qwen3_5", refused=False)
 _MOE = read_with(".family", "qwen3_moe")
 _WITH_CRITIC = read_if(
     lambda recipe: estimator_traits(recipe.algorithm.advantage).critic,
@@ -78,14 +77,19 @@ class MakeModel(Section):
     )
     hidden: int = key(128, "Width of the residual stream.", ge=8)
     layers: int = key(4, "Number of transformer layers.", ge=1)
-    heads: int = key(4, "Attention heads. Key and value heads are half as many (gpt2: as many).", ge=1)
-    head_dim: int = key(32, "Width of one head (gpt2, qwen2_5_vl: hidden / heads).", _HEAD_DIM, ge=4)
+    heads: int = key(
+        4, "Attention heads, each hidden / heads wide. KV heads are half as many (gpt2: as many).", ge=1
+    )
     context: int = key(512, "Longest sequence in tokens.", ge=16)
     experts: int = key(8, "Experts per layer, two of them active per token (qwen3_moe).", _MOE, ge=2)
 
     @property
     def kv_heads(self) -> int:
         return self.heads if self.heads % 2 else self.heads // 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
 
 
 class Lora(Section):
@@ -202,7 +206,6 @@ class Train(Section):
     )
     weight_decay: float = key(0.0, "AdamW weight decay, applied to matrices only.", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.999), "AdamW betas.", strict=False)
-    eps: float = key(1e-8, "AdamW epsilon.", gt=0)
     max_grad_norm: float | None = key(1.0, "Maximum global gradient norm; null disables clipping.", gt=0)
     microbatch_tokens: int = key(16_384, "Maximum tokens per forward and backward pass.", ge=1)
     autocast: Literal["off", "bfloat16"] = key("off", "Mixed precision of forward and backward.")
@@ -404,7 +407,7 @@ class Recipe(Section):
     @property
     def corrects_mismatch(self) -> bool:
         """The policy loss is weighted by the ratio of learner to engine probabilities."""
-        return self.algorithm.mismatch.weights != "off"
+        return self.algorithm.mismatch != "off"
 
     @property
     def uses_old_logprobs(self) -> bool:
@@ -457,7 +460,7 @@ class Recipe(Section):
         if not self.on_ray:
             return 1
         devices = (self.pools.rollout or self.pools.train).total
-        return self.rollout.replicas or max(1, devices // self.rollout.engine_devices)
+        return max(1, devices // self.rollout.engine_devices)
 
     @property
     def own_models(self) -> dict[str, Teacher | RewardModel]:

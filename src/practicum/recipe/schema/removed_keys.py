@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
-
 _CHECK_NAMES = """
     weight_version fingerprint fingerprint_max logprob_gap sample_size sample_size_min masks groups advantages
     teacher_shares store_empty finite
 """
 _CHECKS = "set checks: error, warn or off for all checks; the thresholds are constants"
 _EVAL = "greedy responses are always evaluated, samples are drawn at temperature 1, a pass is reward 1"
-_MISMATCH = "set algorithm.mismatch.cap, to which larger ratios are truncated"
+_MISMATCH = "set algorithm.mismatch_cap, to which larger ratios are truncated"
 _RETRIES = "remove it: a failed request is sent up to 4 times within deadline_s"
 _START = "remove it: a process has half an hour to load its model"
-_DEVICES = "remove it, or set engine: vllm and vllm.tensor_parallel, as other processes have one device"
+_DEVICES = "remove it, or set engine: vllm and vllm.tensor_parallel_size, as other processes have one device"
 _RENAMED = {
     "agent.calls": "agent.tool_call_format",
     "distill.through": "distill.apply_as",
@@ -48,14 +45,23 @@ REMOVED = {
     "runtime.weight_transport": "remove it: nixl is used for weights on a GPU if it is installed",
     "tasks.*.streaming": "remove it; split: train[:10000] takes the first rows",
     "tasks.*.images": "name the column images, or rename it by map",
-    **dict.fromkeys(("rollout.vllm.kv_gb", "teachers.*.vllm.kv_gb"), "set kv_cache_memory_bytes in options"),
+    **dict.fromkeys(("rollout.vllm.kv_gb", "teachers.*.vllm.kv_gb"), "set kv_cache_memory_bytes"),
     **dict.fromkeys(("rollout.vllm.start_s", "teachers.*.vllm.start_s", "runtime.start_s"), _START),
+    **dict.fromkeys(("rollout.vllm.options", "teachers.*.vllm.options"), "write its keys directly in vllm"),
+    **dict.fromkeys(
+        ("rollout.vllm.tensor_parallel", "teachers.*.vllm.tensor_parallel"),
+        "rename it to tensor_parallel_size",
+    ),
     "rollout.vllm.threads": "set runtime.threads",
     "teachers.*.vllm.threads": "set runtime.threads, or placement: {own: {threads: 2}}",
     "algorithm.dual_clip": "remove it: no loss has a second clip",
     **dict.fromkeys(("algorithm.kl.clamp", "algorithm.log_ratio_clamp"), "remove it: nothing is clamped"),
     "algorithm.kl.horizon": "remove it: an adaptive weight changes over 10,000 sessions",
-    **{f"algorithm.mismatch.{name}": _MISMATCH for name in ("floor", "outside", "reject")},
+    **{f"algorithm.mismatch.{name}": _MISMATCH for name in ("floor", "outside", "reject", "cap")},
+    "algorithm.mismatch.weights": "set algorithm.mismatch to its value",
+    "agent.on_failure.retry": "write on_failure: retry, for up to two retries",
+    "rollout.replicas": "remove it: a pool has one engine per device, or per tensor_parallel_size devices",
+    "train.eps": "remove it: AdamW's epsilon is 1e-8; set train.optimizer to a function for another",
     "checkpoint.every_minutes": "checkpoints are written every 10 minutes; checkpoint.every adds others",
     "checkpoint.keep_best": "the checkpoint with the best eval/greedy is kept if eval.every is set",
     "distill.clamp": "remove it: divergences are not clamped",
@@ -69,6 +75,7 @@ REMOVED = {
     "runtime.teachers_host_gb": "remove it: models that do not fit runtime.teachers_gb sleep in host memory",
     "teachers.*.memory_gb": "remove it: practicum plan shows the memory of each teacher",
     "model.random_init.kv_heads": "remove it: a model has half as many as heads",
+    "model.random_init.head_dim": "remove it: a head is hidden / heads wide",
     "model.random_init.experts_per_token": "remove it: a token takes two experts",
     "train.replay_experts": "remove it: experts are replayed if the engine reports them",
     "buffer": "set refills: 4, the number of further rollouts that replace groups with equal rewards",
@@ -81,9 +88,3 @@ REMOVED = {
     **dict.fromkeys(("track.trajectories", "track.groups"), "use track.record, the number of whole groups"),
 }
 """Advice for each removed key. * stands for a teacher's name or the number of a list item."""
-
-
-def advice_for_removed(path: Sequence[str | int]) -> str | None:
-    """Return the advice for a key that was removed, or None for a key that never existed."""
-    key = ".".join(map(str, path))
-    return next((advice for pattern, advice in REMOVED.items() if fnmatchcase(key, pattern)), None)

@@ -40,9 +40,6 @@ class Rollout(EngineChoice):
         le=16,
     )
     deadline_s: float = key(600.0, "Deadline of one step's rollout in seconds.", gt=0)
-    replicas: int | None = key(
-        None, "Number of engines with runtime.kind ray. Default: one per device of their pool.", ON_RAY, ge=1
-    )
 
     def context_for(self, model_context: int | None) -> int:
         """Return the tokens of KV memory per sequence: `context`, or 1,024 for the prompt plus the
@@ -54,40 +51,42 @@ class Rollout(EngineChoice):
 
 
 _LIMITED = read_if(
-    lambda tool: tool.use != "calculator",
-    "with use {0.use}",
+    lambda tool: getattr(tool, "use", None) != "calculator",
+    "with use calculator",
     "the calculator has no time limit: remove it",
     of_section=True,
 )
 
 
-class ToolSection(Section):
-    """A tool that the model may call. `calculator` is short for {use: calculator}."""
-
-    use: str = key(..., "calculator, python (in bubblewrap), or package.module:function.")
+class _Limited(Section):
     timeout_s: float = key(5.0, "Time limit of a call in seconds (not for calculator).", _LIMITED, gt=0)
 
 
-class McpServer(Section):
+class _Program(Section):
+    command: list[str] = key(
+        ...,
+        "Program and arguments. Of an agent, the prompt is {prompt}, {prompt_file} or standard input.",
+        min_length=1,
+    )
+
+
+class ToolSection(_Limited):
+    """A tool that the model may call. `calculator` is short for {use: calculator}."""
+
+    use: str = key(..., "calculator, python (in bubblewrap), or package.module:function.")
+
+
+class McpServer(_Program):
     """A server of tools that speaks MCP on its standard input and output."""
 
-    command: list[str] = key(..., "Program and arguments.", min_length=1)
 
-
-class McpSection(Section):
+class McpSection(_Limited):
     """The tools of an MCP server (extra mcp)."""
 
     mcp: McpServer = key(..., "{command: [...]}: the server, started with the run.")
-    timeout_s: float = key(5.0, "Time limit of a call in seconds.", gt=0)
 
 
-class Retry(Section):
-    """Retry failed sessions."""
-
-    retry: int = key(..., "Maximum retries. A session that fails in all of them is left out.", ge=1)
-
-
-OnFailure = Literal["drop_group", "keep_rest"] | Retry
+OnFailure = Literal["drop_group", "keep_rest", "retry"]
 
 
 def _tool(value: Any) -> Any:
@@ -113,12 +112,8 @@ _BY_MOST = _read_by("tool_use", "retry", "compress", over_http=True)
 _BY_TOOL_LOOPS, _BY_COMPRESS = _read_by("tool_use", "compress"), _read_by("compress")
 
 
-class CommandLoop(Section):
+class CommandLoop(_Program):
     """A program that calls the model through an HTTP endpoint."""
-
-    command: list[str] = key(
-        ..., "Program and arguments; the prompt is {prompt}, {prompt_file} or standard input.", min_length=1
-    )
 
     def __str__(self) -> str:
         return " ".join(self.command)
@@ -193,5 +188,5 @@ class Agent(Section):
     on_failure: OnFailure = key(
         "keep_rest",
         "If a session fails: train on the rest of its group (keep_rest), drop the group (drop_group), or "
-        "retry ({retry: 2}) and then keep the rest.",
+        "retry it up to twice and then keep the rest (retry).",
     )

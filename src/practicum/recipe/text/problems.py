@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,7 +13,7 @@ from practicum.errors import RecipeError
 from practicum.recipe.own_parts import registered_names
 from practicum.recipe.schema.other_trainers import equivalent_key, equivalent_value
 from practicum.recipe.schema.recipe import Recipe
-from practicum.recipe.schema.removed_keys import advice_for_removed
+from practicum.recipe.schema.removed_keys import REMOVED
 from practicum.recipe.text.origins import Origin
 from practicum.recipe.text.type_text import (
     Node,
@@ -62,6 +62,21 @@ def explain(
             problem = _explain(path, node, details["type"], details["input"], root)
             problems[path] = problem if details["type"] == "missing" else with_origin(problem, origins)
     return list(problems.values())
+
+
+_REMOVED = {re.compile(re.escape(key).replace(r"\*", "[^.]+")): advice for key, advice in REMOVED.items()}
+
+
+def removed_keys(data: Any, path: Path = ()) -> Iterator[RecipeError]:
+    """Yield an error with advice for each key of older versions in a recipe's data."""
+    pairs: Iterable[tuple[Any, Any]] = data.items() if isinstance(data, Mapping) else ()
+    for step, value in enumerate(data) if isinstance(data, list) else pairs:
+        here = (*path, step)
+        key = ".".join(map(str, here))
+        if advice := next((advice for old, advice in _REMOVED.items() if old.fullmatch(key)), None):
+            yield RecipeError(dotted(here), "a removed key", "no such key", advice)
+        else:
+            yield from removed_keys(value, here)
 
 
 def _form(path: Path, union: Path | None, where: Sequence[str | int]) -> Path:
@@ -122,8 +137,6 @@ def unknown_key(path: Sequence[str | int], root: type[BaseModel], value: Any = N
 def _explain(path: Path, node: Node, kind: str, value: Any, root: type[BaseModel]) -> RecipeError:
     key = dotted(path)
     if kind == "extra_forbidden":
-        if root is Recipe and (advice := advice_for_removed(path)):
-            return RecipeError(key, "a removed key", "no such key", advice)
         return RecipeError(key, "an unknown key", *unknown_key(path, root, value))
     expected = takes(node, root)
     if kind == "missing":

@@ -15,7 +15,7 @@ from practicum.recipe.load_recipe import LoadedRecipe
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.text import yamlfile
 from practicum.recipe.text.origins import DEFAULT
-from practicum.recipe.text.type_text import find_key, keys_of, section_of, step_name, takes
+from practicum.recipe.text.type_text import find_key, keys_of, sections_of, step_name, takes
 
 
 def resolved_yaml(recipe: Recipe) -> str:
@@ -75,11 +75,10 @@ def _section(section: type[BaseModel], path: str) -> Iterator[str]:
     inner = []
     nodes = keys_of(find_key((), section)[2], section)
     for name, info in section.model_fields.items():
-        child = section_of(info.annotation)
         cells = [f"`{prefix}{name}`", takes(nodes[name], section), _default(info), info.description or ""]
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-        if child is not None:
-            inner.append((child, prefix + step_name(info.annotation, name)))
+        step = prefix + step_name(info.annotation, name)
+        inner += [(child, step) for child in sections_of(info.annotation)]
     yield ""
     for child, child_path in inner:
         yield from _section(child, child_path)

@@ -29,17 +29,17 @@ _BOUNDS = {
 }
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a key holds: directly, in a union, or as items of a list or mapping."""
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a key may hold: directly, in a union, or as items of a list or mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((section for kind in get_args(annotation) if (section := section_of(kind))), None)
+        return [annotation]
+    return [section for kind in get_args(annotation) for section in sections_of(kind)]
 
 
 def step_name(annotation: Any, name: str) -> str:
     """Return a key as a step of a path: tasks.<name> for mappings, functions[] for lists of sections."""
     kinds = {get_origin(kind) for kind in (annotation, *get_args(annotation))}
-    if section_of(annotation) is None:
+    if not sections_of(annotation):
         return name
     return f"{name}.<name>" if dict in kinds else f"{name}[]" if list in kinds else name
 
@@ -48,8 +48,9 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
     """Yield every key with its dotted path, sections before their keys."""
     for name, info in section.model_fields.items():
         yield prefix + name, info
-        if inner := section_of(info.annotation):
-            yield from all_keys(inner, f"{prefix}{step_name(info.annotation, name)}.")
+        inside = f"{prefix}{step_name(info.annotation, name)}."
+        keys = {path: key for inner in sections_of(info.annotation) for path, key in all_keys(inner, inside)}
+        yield from keys.items()
 
 
 def recipe_keys(section: type[BaseModel] = Recipe) -> set[str]:
@@ -57,8 +58,7 @@ def recipe_keys(section: type[BaseModel] = Recipe) -> set[str]:
     keys: set[str] = set()
     for name, info in section.model_fields.items():
         owner = next(c for c in reversed(section.__mro__) if name in get_annotations(c))
-        inner = section_of(info.annotation)
-        keys |= {f"{owner.__name__}.{name}"} | (recipe_keys(inner) if inner else set())
+        keys |= {f"{owner.__name__}.{name}"}.union(*map(recipe_keys, sections_of(info.annotation)))
     return keys
 
 

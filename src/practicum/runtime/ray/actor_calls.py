@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from practicum.compat.ray import called_actor_id
+from practicum.compat.ray import called_actor_id, on_host
 from practicum.errors import DeadlineError, PracticumError
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
@@ -52,7 +52,7 @@ def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequ
         try:
             results[ref] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError:
-            raise _late(owner, timeout, [names[ref] for ref in pending]) from None
+            raise _late(owner, timeout, {ref: names[ref] for ref in pending}) from None
         except RayError as error:
             raise _named(error, names[ref], ref) from None
     return [results[ref] for ref in refs]
@@ -80,7 +80,7 @@ async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str
         raise _named(error, who, ref) from None
     except TimeoutError:
         ray.cancel(ref)
-        raise _late(owner, timeout, [who]) from None
+        raise _late(owner, timeout, {ref: who}) from None
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
@@ -102,8 +102,14 @@ async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
         raise
 
 
-def _late(owner: str, timeout: float, pending: Sequence[str]) -> DeadlineError:
-    return DeadlineError(f"{owner} waited {timeout:g} s for {', '.join(pending)}: no answer")
+def located(ref: ObjectRef[Any], who: str) -> str:
+    """Return the name of the worker that a call went to, with its host's address unless that is this one."""
+    return who + on_host(ref)
+
+
+def _late(owner: str, timeout: float, pending: Mapping[ObjectRef[Any], str]) -> DeadlineError:
+    names = ", ".join(located(ref, who) for ref, who in pending.items())
+    return DeadlineError(f"{owner} waited {timeout:g} s for {names}: no answer")
 
 
 def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
@@ -122,14 +128,18 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
         raised.add_note(f"raised in {who}:\n{_COLOUR.sub('', str(error))}")
         return raised
     if isinstance(error, _DEATHS):
-        return WorkerDied(who, _reason(error), called_actor_id(ref))
+        return WorkerDied(who, _reason(error, ref), called_actor_id(ref))
     error.add_note(f"from a call of {who}")
     return error
 
 
-def _reason(error: BaseException) -> str:
-    """Return the line of Ray's message that says why: the last one, without its list of common causes."""
+def _reason(error: BaseException, ref: ObjectRef[Any] | None = None) -> str:
+    """Return the line of Ray's message that says why: the last one, without its list of common causes.
+
+    Append the address of the worker's host, if that is not this one.
+    """
+    where = f" (it ran{host})" if (host := on_host(ref, error)) else ""
     if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
-        return "it accepts no connections: it hangs, or its machine is unreachable"
+        return f"it accepts no connections: it hangs, or its machine is unreachable{where}"
     lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
-    return lines[-1].split(" Some common causes")[0]
+    return lines[-1].split(" Some common causes")[0].strip() + where

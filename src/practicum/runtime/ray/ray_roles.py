@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+import ray
 from ray import ObjectRef
 
 from practicum.checks.watch import Watch
@@ -41,6 +42,8 @@ END_S = 5.0
 """Seconds that workers may take to end by themselves."""
 IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
+SHARED_BYTES = 16 * 2**10
+"""Arguments of stages from this size on are one object for all ranks."""
 NEWS_S = 5.0
 """Seconds to wait for Ray to report which rank died."""
 
@@ -151,6 +154,8 @@ class RayRoles:
         self._copies = [name for name in pools.teachers if recipe.teachers[name].student is not None]
         """Teachers in separate processes that are copies of the student."""
         self._busy_before: dict[str, float] = {}
+        self._sent: tuple[StepInfo, Any] | None = None
+        """The last argument of a stage, and the same for the ranks, pickled."""
         self._reported = (0, 0)
         for engine in engines:
             self._probe(engine, self._fingerprint)
@@ -206,7 +211,11 @@ class RayRoles:
 
     def _run(self, stage: str, step: StepInfo) -> Any:
         call = self.group.all if self.plan[stage].ranks == "all" else self.group.first
-        report = call(RayLearnerRank.run, stage, step)
+        if self._sent is None or self._sent[0] is not step:
+            # Otherwise Ray would pickle it for each rank and stage, and send it to a host as often.
+            packed = ray.cloudpickle.dumps(step)  # pyright: ignore[reportAttributeAccessIssue]
+            self._sent = step, packed if len(packed) < SHARED_BYTES else ray.put(packed)
+        report = call(RayLearnerRank.run, stage, self._sent[1])
         if isinstance(report, UpdateReport):
             self.version = report.version
         return report

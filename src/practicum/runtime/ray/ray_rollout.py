@@ -21,7 +21,7 @@ from practicum.errors import DeadlineError
 from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.rollout import Finished
-from practicum.runtime.ray.actor_calls import ask_async, each_report
+from practicum.runtime.ray.actor_calls import ask_async, each_report, located
 from practicum.runtime.ray.replica_pool import ReplicaPool
 from practicum.runtime.ray.rollout_worker import RolloutRequest, RolloutWorker
 from practicum.runtime.ray.workers import RewardWorker
@@ -210,8 +210,10 @@ class RayWorkers:
                 with suppress(RayError):  # of a worker that is dead
                     if (blocked := ray.get(call, timeout=_BLOCKED_S)) is not None:
                         raise DeadlineError(f"{late}: {blocked}") from None
+            if missing := [one for pool in self.pools.pools() for one in pool.missing()]:
+                raise DeadlineError(f"{late}: {'; '.join(missing)}") from None
             if silent:
-                names = ", ".join(calls[call] for call in silent)
+                names = ", ".join(located(call, calls[call]) for call in silent)
                 raise DeadlineError(f"{late}: {names} gave no sign of life for {_BLOCKED_S:g} s") from None
             raise
 

@@ -29,6 +29,8 @@ class _Place:
     number: int
     actor: Any = None
     restart: asyncio.Task[None] | None = None
+    death: str = ""
+    """Why the last one died."""
 
 
 class ReplicaPool:
@@ -131,6 +133,14 @@ class ReplicaPool:
     def loads(self) -> list[float]:
         return [slot.load for slot in self._dispatcher.slots]
 
+    def missing(self) -> list[str]:
+        """Describe the replicas that died and are not back."""
+        return [
+            f"{self.role} {place.number} died and is still restarting: {place.death}"
+            for place in self._places
+            if place.actor is None and place.death
+        ]
+
     def replicas(self) -> list[Any]:
         return [place.actor for place in self._places if place.actor is not None]
 
@@ -189,6 +199,7 @@ class ReplicaPool:
 
     def _count(self, place: _Place, died: WorkerDied) -> None:
         self.deaths += 1
+        place.death = died.reason
         allowed = f"{self._max_deaths} are allowed"
         self._on_death(f"{self.role} {place.number} died (death {self.deaths}, {allowed}): {died.reason}")
         if self.deaths > self._max_deaths:

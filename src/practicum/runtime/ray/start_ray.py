@@ -26,6 +26,7 @@ from practicum.rewards.reward_scorer import judge_room
 from practicum.runtime.ray.actor_calls import ask_async
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.hosts import check_hosts
+from practicum.runtime.ray.placement import TRAIN
 from practicum.runtime.ray.ray_roles import RayRoles, TrainGroup
 from practicum.runtime.ray.ray_rollout import ReplicaPools, output_head
 from practicum.runtime.ray.replica_pool import ReplicaPool
@@ -46,10 +47,12 @@ def start_ray(
         cluster = Cluster.open(recipe, plan)
         undo.callback(cluster.close)
         check_hosts(recipe, folder)
+        # With the learner's first rank, whose death ends the run too: no other host is needed as much.
+        where = cluster.options(TRAIN)["scheduling_strategy"]
         if runtime.store == "ray":
-            handle = start_ray_store(START_S)
+            handle = start_ray_store(START_S, where=where)
         else:
-            handle = start_transferqueue(recipe.pools.train.nodes, start_s=START_S)
+            handle = start_transferqueue(recipe.pools.train.nodes, start_s=START_S, where=where)
         undo.callback(handle.close)
         starter = _Starter(recipe, plan, watch, cluster, handle, record)
         work = starter.everyone()

@@ -7,6 +7,7 @@ only the words of an error there: `begin` loads the models.
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,8 +103,9 @@ def _set_up(seed: int, threads: int) -> None:
 class RayLearnerRank(LearnerRank):
     """A rank whose weights go to engines and teachers in other processes."""
 
-    def run(self, stage: str, step: StepInfo) -> Any:
-        return self.stages[stage](step)
+    def run(self, stage: str, step: bytes) -> Any:
+        """Run a stage with its pickled `StepInfo`."""
+        return self.stages[stage](pickle.loads(step))
 
     def renew_head(self, name: str, head: OutputHead) -> None:
         assert self.teachers is not None
