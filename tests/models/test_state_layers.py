@@ -129,7 +129,7 @@ def test_kept_turns_forks_and_sleep_leave_states_right(name: str, alone: bool):
 @pytest.mark.parametrize("name", STATE)
 def test_engine_and_learner_run_bfloat16(name: str):
     """Some of these families return float32 logits of a bfloat16 model."""
-    model = ready(tiny_family(name, prepared=False).to(torch.bfloat16), torch.device("cpu"))
+    model = ready(tiny_family(name, prepared=False).bfloat16(), torch.device("cpu"))
     PackedModel(model, Train())
     with engine_of(model) as engine:
         (made,) = generate(engine, [(IDS[:5].tolist(), sampling(4), Counter(0, 0))])
