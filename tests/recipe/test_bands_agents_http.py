@@ -1,4 +1,4 @@
-"""Agents of other frameworks learn, in their own environments: `make test-clients` makes these."""
+"""Agents of other frameworks learn, in their own environments, which `make test-clients` makes."""
 
 from __future__ import annotations
 
