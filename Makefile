@@ -45,7 +45,7 @@ test-long: $(VENV)/.dev  ## Recipes' bands, whole clusters.
 	$(PYTEST) -m long --ignore tests/vllm $(LONG)
 
 test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.ready $(VERIFIERS_VENV)/.ready  ## Agents' endpoint with client libraries and frameworks.
-	$(PYTEST) -m long tests/sessions/endpoint tests/recipe/test_bands_agents_http.py
+	$(PYTEST) -m long tests/sessions/endpoint
 
 $(CLIENTS_VENV)/.ready: requirements-clients.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)

@@ -134,7 +134,15 @@ def batches(updates: int = UPDATES, **options: Any) -> list[UpdateBatch]:
 
 def unshared_batches() -> list[UpdateBatch]:
     """Rows that have nothing in common, so that loads of experts count each token once on any rank."""
-    return [random_batch(seed, groups=8, samples=1) for seed in range(2)]
+    found = []
+    for seed in range(2):
+        batch = random_batch(seed, groups=8, samples=1)
+        rows = [row.clone() for row in batch.prompt_ids.rows]
+        assert len(rows) <= VOCAB
+        for i, row in enumerate(rows):
+            row[0] = i
+        found.append(replace(batch, prompt_ids=Ragged.from_rows(rows)))
+    return found
 
 
 @case

@@ -21,6 +21,7 @@ from practicum.learning.packed_model import PackedModel
 from practicum.learning.packing import RowSpans
 from practicum.models.adapter_files import SavedAdapter, write_adapter
 from practicum.models.experts import routes_of
+from practicum.models.load_model import ready
 from practicum.models.lora import add_adapter, base_fingerprint, put_adapters
 from practicum.models.offloaded_weights import named_tensors
 from practicum.models.state_layers import seam_of, unknown_layers
@@ -123,6 +124,16 @@ def test_kept_turns_forks_and_sleep_leave_states_right(name: str, alone: bool):
     for one in forks:
         theirs = plain_logprobs(model, ids, one.tokens).gather(1, one.tokens.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(one.plain_logprobs, theirs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_engine_and_learner_run_bfloat16(name: str):
+    """Some of these families return float32 logits of a bfloat16 model."""
+    model = ready(tiny_family(name, prepared=False).bfloat16(), torch.device("cpu"))
+    PackedModel(model, Train())
+    with engine_of(model) as engine:
+        (made,) = generate(engine, [(IDS[:5].tolist(), sampling(4), Counter(0, 0))])
+    assert torch.isfinite(made.plain_logprobs).all()
 
 
 def test_rows_of_several_adapters_are_scored_as_by_each_alone(tmp_path: Path):

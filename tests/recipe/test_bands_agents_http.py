@@ -1,4 +1,4 @@
-"""Agents of other frameworks learn, in their own environments: `make test-clients` makes these."""
+"""Agents of other frameworks learn, in their own environments, which `make test-clients` makes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.sessions.endpoint.test_bridges import PYTHON as VERIFIERS
 from tests.sessions.endpoint.test_clients import PYTHON as CLIENTS
 
 from practicum.recipe.load_recipe import load_recipe
@@ -17,6 +18,7 @@ from practicum.trainer.run import train_recipes
 RECIPES = {
     "agents_http/openai_agents": ("agents_http/start", CLIENTS),
     "agents_http/smolagents": ("agents_http/start", CLIENTS),
+    "verifiers/grpo": ("sort/start", VERIFIERS),
 }
 """By name: the recipe of the model that it starts from, and the Python of its agent."""
 
@@ -26,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all of them run in, with the files that their programs write."""
     folder, recipes = tmp_path_factory.mktemp("bands"), shipped_recipes()
     programs = [[sys.executable, "agents_http/sums.py", "runs/agents_http/tokenizer"]]
+    programs += [[str(VERIFIERS), "verifiers/digits.py", "runs/verifiers"]] * VERIFIERS.exists()
     for python, program, written in programs:
         subprocess.run([python, str(recipes / program), written], check=True, timeout=120, cwd=folder)
     return folder

@@ -16,11 +16,12 @@ import yaml
 from typer.testing import CliRunner
 
 from practicum.cli import app
-from practicum.engines.protocol import ScoreOptions, Scores
+from practicum.engines.protocol import ScoreOptions, ScoreRequest, Scores
 from practicum.errors import RecipeError, ServeError, TeacherError
 from practicum.recipe.schema.teacher_sections import Teacher
-from practicum.serving.serve import ServeOptions, announcement, listen, resolve
+from practicum.serving.serve import ServeOptions, announcement, listen, resolve, serve
 from practicum.teachers.remote_teacher import RemoteScorer
+from tests.models.coverage import save
 from tests.teachers.models import in_process, rows, save_tiny, score_rows
 
 
@@ -110,6 +111,20 @@ def score(line: str) -> list[Scores]:
             await teacher.aclose()
 
     return asyncio.run(run())
+
+
+def test_a_model_without_a_maximum_length_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The configs of state-space models have none."""
+    save("mamba2", tmp_path)
+    found: list[Scores] = []
+
+    def score_and_end(scorer: Any, *rest: Any) -> None:
+        found.append(asyncio.run(scorer.engine.score(ScoreRequest(list(range(3, 20)), 3))))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("practicum.serving.serve.scoring_app", score_and_end)
+    serve(ServeOptions(str(tmp_path), port=0, context=64), lambda line: None)
+    assert len(found[0].logprobs) == 14
 
 
 @pytest.mark.long

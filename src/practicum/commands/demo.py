@@ -27,10 +27,10 @@ PURPOSES = {
     STUDENT: "the base model, distilled on-policy from the specialist of each prompt",
 }
 SPECIALIST = "the base model, trained by GRPO into a specialist"
-BASE_MOST = 0.6
+BASE_MOST = 0.75
 """Maximum expected mean of the base model's sampled scores."""
-RISE = 0.3
-"""Expected gain of a specialist over the base model on its domain, by sampled scores."""
+RISE, CEILING = 0.3, 0.85
+"""Expected gain of a specialist over the base model on its domain by sampled scores, up to the ceiling."""
 OF_THE_WAY = 0.9
 """Minimum expected part of the way from the base model to each specialist, by sampled scores."""
 GOOD = 0.9
@@ -103,9 +103,8 @@ def shortfalls(rows: Rows) -> list[str]:
         sentences.append(f"the base model's sampled mean is {base['mean']:.2f}, above {BASE_MOST}")
     specialists = {domain: rows[f"specialist {domain}{SAMPLED}"] for domain in base if domain != "mean"}
     for domain, row in specialists.items():
-        if row[domain] < base[domain] + RISE:
-            goal = f"{base[domain]:.2f} of the base model + {RISE}"
-            sentences.append(f"the specialist of {domain} reaches {row[domain]:.2f}, not {goal}")
+        if row[domain] < (goal := min(base[domain] + RISE, CEILING)):
+            sentences.append(f"the specialist of {domain} reaches {row[domain]:.2f}, not {goal:.2f}")
         if way.get(domain, 1.0) < OF_THE_WAY:
             sentences.append(f"the student comes {way[domain]:.2f} of the way on {domain}, not {OF_THE_WAY}")
     if student["mean"] <= max(row["mean"] for row in specialists.values()):

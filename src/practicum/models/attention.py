@@ -202,10 +202,13 @@ class LogitScalings:
 
 def head_logits(model: PreTrainedModel, hidden_N: Tensor) -> Tensor:
     """Return logits [N, V] of last hidden states."""
-    return LogitScalings.of(model).apply(_head(model)(pad_rows(hidden_N))[: len(hidden_N)])
+    head = _head(model)
+    # The hidden states of some bfloat16 models are float32.
+    padded_N = pad_rows(hidden_N.to(head.weight.dtype))
+    return LogitScalings.of(model).apply(head(padded_N)[: len(hidden_N)])
 
 
-def _head(model: PreTrainedModel) -> nn.Module:
+def _head(model: PreTrainedModel) -> Any:
     head = model.get_output_embeddings()
     if head is None:
         raise EngineError(f"{type(model).__name__} has no output head; a causal language model is needed")
@@ -225,7 +228,7 @@ class OutputHead:
     @classmethod
     def of(cls, model: PreTrainedModel, *, copy: bool = True) -> OutputHead:
         """Return the model's head, or a copy that later changes of the model do not affect."""
-        head: Any = _head(model)
+        head = _head(model)
         parts = (None if x is None else x.detach() for x in (head.weight, getattr(head, "bias", None)))
         weight, bias = (x.clone() if copy and x is not None else x for x in parts)
         assert weight is not None

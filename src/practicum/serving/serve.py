@@ -95,8 +95,7 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
         distinct = {saved.fingerprint: saved for saved in server.adapters.values()}
         put_adapters(model, distinct, options.model)
     adapters = {name: saved.fingerprint for name, saved in server.adapters.items()}
-    # Scoring needs no KV memory: one slot of the smallest context.
-    engine = TorchEngine(model, slots=1, context=2)
+    engine = TorchEngine(model, slots=1, context=server.context)
     scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)
     folders = {name: str(saved.folder) for name, saved in server.adapters.items()}
     app = scoring_app(scorer, {server.name: options.model} | folders, server.max_body, options.api_key)

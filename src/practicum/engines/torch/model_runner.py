@@ -313,8 +313,10 @@ def _probe(runner: ModelRunner) -> tuple[float, float]:
     routes = runner.routes
     with routes.replay(torch.cat(experts)) if routes is not None else nullcontext():
         plain = runner.model(**plain_inputs, use_cache=False).logits[0, half - 1 :]
-    # State layers compute in float32 whatever the model's dtype is.
-    tolerance = max(_TOLERANCE.get(plain.dtype, 5e-2), _TOLERANCE[torch.float32] if runner.seam.states else 0)
+    # The model's dtype, because some families return float32 logits of any dtype. State layers compute in
+    # float32 whatever the model's dtype is.
+    dtype: torch.dtype = runner.model.dtype
+    tolerance = max(_TOLERANCE.get(dtype, 5e-2), _TOLERANCE[torch.float32] if runner.seam.states else 0)
     return float((packed - plain).abs().max()), tolerance * float(plain.abs().max())
 
 
