@@ -33,7 +33,7 @@ from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.stage_table import all_stages
 from practicum.sessions import session
 from practicum.tasks.builtin import describe_tasks
-from tests.hosts.tables import cuts_table
+from tests.hosts.tables import control_plane_table, cuts_table
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -282,6 +282,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
+    "control plane": ("cluster.md", control_plane_table),
     "cuts": ("reliability.md", cuts_table),
 }
 """Each table's page and maker; there it stands between the comments <!-- table: name --> and <!-- end -->."""

@@ -45,7 +45,7 @@ from practicum.trainer.step import StepRunner
 
 REPLICAS, REWARD_WORKERS, RANKS, SAMPLES = 1000, 64, 64, 8
 ROWS = (10_000, 30_000, 100_000, 300_000, 1_000_000)
-STREAMED = 100_000
+STREAMED = 30_000
 """Most rows of a step that are scored one by one."""
 spent: defaultdict[str, float] = defaultdict(float)
 """Seconds of simulated parts, and bytes that would leave or enter the controller."""
