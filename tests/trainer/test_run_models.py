@@ -121,7 +121,7 @@ def test_runs_and_checkpoints_are_starts_teachers_and_references(stopped: Path, 
     tiny(tmp_path, **sections)
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
     newest = f"{run}, its newest checkpoint, step 2: {run}/exports/step-000002"
-    checked = " ".join(succeed("check", recipe).split())  # its lines are wrapped
+    checked = " ".join(succeed("check", "--all", recipe).split())  # its lines are wrapped
     assert f"model.path: {newest}" in checked
     assert f"algorithm.kl.reference: {newest}" in checked
     assert f"teachers.better.model: {run}/checkpoints/best, checkpoint step-00000" in checked

@@ -73,8 +73,8 @@ def see_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's numbers depend on how many tokens it computes at once, as on other processors."""
     hidden = ModelRunner.hidden
 
-    def seen(self: ModelRunner, inputs: Any, layout: Any, parts: Any = ()) -> Any:
-        return hidden(self, inputs, layout, parts) * (1 + 1e-5 * (len(inputs.ids_N) // 4 % 5))
+    def seen(self: ModelRunner, inputs: Any, layout: Any, *parts: Any, **wanted: Any) -> Any:
+        return hidden(self, inputs, layout, *parts, **wanted) * (1 + 1e-5 * (len(inputs.ids_N) // 4 % 5))
 
     monkeypatch.setattr(ModelRunner, "hidden", seen)
 
