@@ -37,7 +37,7 @@ from tests.vllm.test_engine import (
     spoilt,
 )
 
-SPLIT: dict[str, int] = {"heads": 4, "context": CONTEXT}
+SPLIT: dict[str, int] = {"hidden": 128, "heads": 4, "context": CONTEXT}
 
 
 @pytest.fixture(scope="module")
