@@ -101,7 +101,12 @@ class Host:
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Start a command on this host and return its Popen."""
         enter = ["nsenter", "-t", str(self.pid), "--mount", "--uts", "--ipc", "--pid", "--net", "--wd=."]
-        return subprocess.Popen([*enter, *command], env=env, text=True, **options)
+        with_nsenter = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+        ]  # the command is its child, which a signal does not reach
+        return subprocess.Popen([*enter, *with_nsenter, *command], env=env, text=True, **options)
 
     def run(
         self, command: Sequence[str], timeout: float, text: str | None = None, **options: Any

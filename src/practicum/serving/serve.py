@@ -80,9 +80,10 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
         with listen(options.host, options.port) as bound:
             _serve(server, bound, say)
     except KeyboardInterrupt:
-        say("ended")
+        pass
     finally:
         signal.signal(signal.SIGTERM, before)
+    say("ended")
 
 
 def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -> None:
@@ -99,8 +100,14 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
     scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)
     folders = {name: str(saved.folder) for name, saved in server.adapters.items()}
     app = scoring_app(scorer, {server.name: options.model} | folders, server.max_body, options.api_key)
+    http = make_server(app, options.connections)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        http.should_exit = True  # an exception would be lost in a destructor
+
+    signal.signal(signal.SIGTERM, stop)
     say(announcement(server, int(bound.getsockname()[1])))  # the socket listens already
-    make_server(app, options.connections).run(sockets=[bound])
+    http.run(sockets=[bound])
 
 
 def resolve(options: ServeOptions) -> Resolved:
