@@ -25,12 +25,12 @@ RUN_S = 240.0
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
-    """The controller's host and six with one CPU each, so that no two workers share a host.
+    """The controller's host and seven with one CPU each, so that no two workers share a host.
 
     All of them see the folder of the tests' runs, as they would see a network file system.
     """
     require()
-    cpus = {"head": 0} | {f"worker{number}": 1 for number in range(6)}
+    cpus = {"head": 0} | {f"worker{number}": 1 for number in range(7)}
     with RayHosts(cpus, [tmp_path_factory.getbasetemp()]) as hosts:
         yield hosts
 
