@@ -83,8 +83,8 @@ def passing() -> dict[str, dict[str, float]]:
         ("specialist copy, sampled", "copy", 0.69, "specialist of copy reaches 0.69"),
         ("student, of the way", "sort", 0.89, "0.89 of the way on sort"),
         ("specialist sort, sampled", "mean", 0.94, "not above that of each specialist"),
-        ("student", "mean", 0.89, "mean of student is 0.89"),
-        ("student, sampled", "mean", 0.89, "mean of student, sampled is 0.89"),
+        ("student", "mean", 0.79, "mean of student is 0.79"),
+        ("student, sampled", "mean", 0.79, "mean of student, sampled is 0.79"),
     ],
 )
 def test_what_is_outside_the_bands_is_said(row: str, column: str, value: float, said: str):
