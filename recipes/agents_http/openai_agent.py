@@ -1,8 +1,6 @@
 # pyright: reportMissingImports=false
 """An agent written with openai-agents. Only the address of the model is the trainer's."""
 
-from openai import BadRequestError
-
 from agents import (
     Agent,
     MaxTurnsExceeded,
@@ -13,6 +11,7 @@ from agents import (
     StopAtTools,
     function_tool,
 )
+from openai import BadRequestError
 
 
 @function_tool

@@ -113,9 +113,8 @@ def anthropic() -> None:
 
 
 def agents() -> None:
-    from openai import AsyncOpenAI
-
     from agents import Agent, Runner, function_tool, set_default_openai_client
+    from openai import AsyncOpenAI
 
     set_default_openai_client(AsyncOpenAI(**PATIENCE))
 
