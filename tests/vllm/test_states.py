@@ -27,7 +27,7 @@ from tests.engines.engines import prompts, sampling
 from tests.models.coverage import RECIPE
 from tests.models.families import tiny_family
 
-TOLERANCE = 5e-5
+TOLERANCE = 1e-4
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1}
 MADE: dict[str, dict[str, Any]] = {
