@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, float]]
 """Metrics of the steps so far, oldest first."""
 SEVERAL, MANY = 5, 10
 """Number of consecutive steps before a finding is reported."""
-MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
+MOST, FEW, ENTROPY_LEFT, FAILED = 0.5, 0.05, 0.2, 0.1
 STARVED, OVERFED = 0.1, 2.0
 _FLAT, _GRADIENT, _CUT = "groups/zero_variance", "train/grad_norm", "rollout/truncated"
 _FULL, _REPEATED = "rollout/context_full", "rollout/repetition"
@@ -176,7 +176,7 @@ def endless_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
     if len(after) < MANY:
         return
     cut, repeated = ([[row[key] for row in part] for part in (before, after)] for key in (_CUT, _REPEATED))
-    if _rises(*cut) and _rises(*repeated):
+    if fmean(cut[1]) > FEW and _rises(*cut) and _rises(*repeated):
         said = (
             f"truncated responses rose from {fmean(cut[0]):.0%} to {fmean(cut[1]):.0%}, and repetition in "
             f"responses from {fmean(repeated[0]):.0%} to {fmean(repeated[1]):.0%}: they loop. Lower "

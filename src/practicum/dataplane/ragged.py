@@ -12,9 +12,9 @@ from practicum.errors import StoreError
 
 
 class Ragged:
-    """Rows of unequal length, packed along the first axis; rows are views, never copies.
+    """Rows of unequal length, packed along the first axis. Rows are views, never copies.
 
-    Built from rows or from packed values; the other form is made when first asked for. What it
+    Built from rows or from packed values. The other form is made when first asked for. What it
     holds is not meant to be changed, so it may be shared between threads.
     """
 
@@ -63,7 +63,7 @@ class Ragged:
 
     @property
     def values(self) -> Tensor:
-        """All rows one after the other [N, ...]; built of rows, these become views of the copy."""
+        """All rows one after the other [N, ...]. If built from rows, these become views of the copy."""
         values = self._values
         if values is None:
             assert self._rows is not None
@@ -88,7 +88,7 @@ class Ragged:
         return self.rows[i]
 
     def select(self, indices: Sequence[int]) -> Ragged:
-        """Those rows in that order, as views; neighbours stay packed."""
+        """Those rows in that order, as views. Neighbours stay packed."""
         indices = list(indices)
         if indices and not 0 <= min(indices) <= max(indices) < len(self):
             wrong = next(i for i in indices if not 0 <= i < len(self))

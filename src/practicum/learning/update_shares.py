@@ -75,7 +75,7 @@ class PartGradients:
 
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> PartShares:
-        """Return the shares after the step; `clip` is the factor of the gradient's clipping.
+        """Return the shares after the step. `clip` is the factor of the gradient's clipping.
 
         With `project` the step is first changed so that no part gets worse by it.
         """

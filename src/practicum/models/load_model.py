@@ -114,7 +114,7 @@ def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def require_known_layers(source: str, key: str) -> None:
-    """Raise a RecipeError if learner and torch engine can't run the layers of a model; loads no weights."""
+    """Raise a RecipeError if learner and torch engine can't run the layers of a model. Loads no weights."""
     require_model_folder(source, key)
     with must_read(source, key, _EXPECTED):
         model = skeleton(Model(path=source))
@@ -123,7 +123,7 @@ def require_known_layers(source: str, key: str) -> None:
 
 
 def replays_experts(spec: Model) -> bool:
-    """Return True if the routers of the recipe's model can be recorded and replayed; loads no weights."""
+    """Return True if the routers of the recipe's model can be recorded and replayed. Loads no weights."""
     return experts.routes_of(skeleton(spec)) is not None
 
 

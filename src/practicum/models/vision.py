@@ -1,7 +1,7 @@
 """Models that see: images, where they are in a prompt, which positions tokens have, what they become.
 
 An image stands in a prompt as a run of image tokens, one for each merged patch. The first image tokens of a
-sequence are its images'; later ones, which a model may sample, are plain tokens. Positions have three axes
+sequence are its images'. Later ones, which a model may sample, are plain tokens. Positions have three axes
 (time, height, width): those of text continue from the largest + 1 on all of them.
 """
 
@@ -48,7 +48,7 @@ class Images:
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal images; computed once."""
+        """Equal for equal images. It is computed once."""
         if not self._digest:
             made = hashlib.blake2b(str(self.grid.tolist()).encode(), digest_size=16)
             made.update(self.pixels.numpy().data.cast("B"))

@@ -4,7 +4,7 @@ The form is vLLM's: `prompt` is a list of token ids, `prompt_logprobs` the numbe
 answer has for each position but the first {token id: {logprob, rank}} of these and of the prompt's own token.
 
 `practicum serve` also has a smaller form: three arrays in base64. A server offers it by `packed_scores: true`
-in an answer; only such a server is asked for it. The prompt's positions are not sent back, rows with one
+in an answer. Only such a server is asked for it. The prompt's positions are not sent back, rows with one
 prompt share its work, and nothing is generated.
 """
 
@@ -35,7 +35,7 @@ class Misaligned(Unusable):
 
 
 def read_scores(answer: Any, ids: Sequence[int], start: int, top_k: int) -> Scores:
-    """Return scores of ids[start:] from an answer; raise Unusable or Misaligned if some are missing."""
+    """Return scores of ids[start:] from an answer. Raise Unusable or Misaligned if some are missing."""
     packed = answer.get(KEY) if isinstance(answer, dict) else None
     name = KEY if isinstance(packed, dict) else "prompt_logprobs"
     try:
@@ -114,7 +114,10 @@ def pack(scores: Scores) -> dict[str, str]:
 
 
 def unpack(packed: Mapping[str, Any], count: int, top_k: int) -> Scores:
-    """Return scores of `count` tokens; ValueError, KeyError or TypeError if the arrays are others."""
+    """Return scores of `count` tokens.
+
+    Raise ValueError, KeyError or TypeError if the arrays are malformed.
+    """
     logprobs = _decode(packed, "logprobs", (count,))
     if not top_k:
         return Scores(logprobs, None, None, version=0)

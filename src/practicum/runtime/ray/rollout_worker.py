@@ -82,7 +82,7 @@ class RolloutWorker(Worker):
             self._load(engine, manifest)
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
-        """Run sessions; yield the rows of those that are finished and written, at the latest in the end."""
+        """Run sessions. Yield the rows of those that are finished and written, at the latest in the end."""
         version = self.engines[request.engine].version
         if version != request.version:
             raise EngineError(
