@@ -124,8 +124,9 @@ def test_failures_a_fallen_entropy_and_a_teacher_far_from_its_target_are_said():
     assert "entropy fell from 1 to" in text
     assert not told(TAUGHT, falling)
     shares = {"teacher/t/gradient_share": 0.9, "teacher/t/prompts_share": 0.3}
-    ((step, text),) = told(TAUGHT, [HEALTHY | shares] * 3)
-    assert (step, "t: 90% of the gradient, target 30%" in text) == (1, True)
+    ((step, text),) = told(TAUGHT, [HEALTHY | shares] * 9)
+    assert (step, "t: 90% of the gradient, target 30%" in text) == (SEVERAL, True)
+    assert not told(TAUGHT, [HEALTHY | shares, *[HEALTHY | shares | {"teacher/t/gradient_share": 0.3}] * 9])
 
 
 HOPELESS = {

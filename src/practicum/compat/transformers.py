@@ -64,7 +64,7 @@ def uses_attention(model: Any) -> bool:
 
 
 def eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the attention that the authors of a module's family wrote."""
+    """Return the eager attention function of a module's model family."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 

@@ -150,7 +150,7 @@ def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A step as far as memory depends on it."""
+    """The properties of a step that its memory depends on."""
 
     recipe: Recipe
     plan: Plan

@@ -126,7 +126,7 @@ def stop_on_nonfinite(what: str) -> None:
 
 
 class OptimizerStepper:
-    """The optimizer of one model, and what guards its step."""
+    """The optimizer of one model, with clipping and checks of its step."""
 
     def __init__(
         self,

@@ -61,7 +61,10 @@ class Parallel:
     def join(
         cls, rank: int, world: int, address: str, port: int, timeout_s: float, device: str = "cpu"
     ) -> Parallel:
-        """Meet the other ranks at rank 0's address. Waits for them and for each collective `timeout_s`."""
+        """Connect to the other ranks at rank 0's address.
+
+        `timeout_s` limits this wait and each collective.
+        """
         try:
             dist.init_process_group(
                 collective_backends(device),

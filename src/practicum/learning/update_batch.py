@@ -156,7 +156,7 @@ def token_column(batch: UpdateBatch | CriticBatch, name: str) -> Tensor | None:
 
 
 def need_column(batch: UpdateBatch | CriticBatch, name: str, why: str) -> Tensor:
-    """Return a column as `token_column`, or raise a DataError if it is missing."""
+    """Return a column as `token_column` does. Raise DataError if it is missing."""
     column = token_column(batch, name)
     if column is None:
         raise DataError(f"the mini-batch is missing {name}, which {why} needs")
@@ -287,7 +287,7 @@ class UpdateTrace:
     def add(
         self, column_M: Tensor, numbers_M: Mapping[str, Tensor | None], rules_M: Mapping[str, Tensor]
     ) -> None:
-        """Keep numbers of the tokens at these places of the mini-batch. One that is None is left out."""
+        """Keep numbers of the tokens at these positions of the mini-batch, except those that are None."""
         mine = self.recorded_M[column_M]
         for name, value_M in numbers_M.items():
             if value_M is not None:

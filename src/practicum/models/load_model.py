@@ -78,10 +78,10 @@ def save_tokenizer(spec: Model, path: Path) -> None:
 def load_model(
     spec: Model, seed: int, *, path: str | None = None, key: str = "model.path", rank: int | None = None
 ) -> PreTrainedModel:
-    """Return the student (or `path` in its place), on its device, without dropout; `key` is for errors.
+    """Return the student, or the model at `path`, on its device and without dropout.
 
-    The student has the recipe's adapter, if it says one; a model in its place never has. Of several ranks
-    that will share the model, the first has its weights, on the CPU, and the others have none.
+    The student has the recipe's adapter, if any. A model at `path` has none. If several ranks share the
+    model, only the first has weights, on the CPU. `key` is the recipe key for errors.
     """
     source = path or spec.path
     dtype = getattr(torch, spec.dtype)
@@ -103,7 +103,9 @@ def load_model(
 
 
 def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the recipe's model without weights and adapter, by its config (`dtype` may be another)."""
+    """Return the recipe's model from its config, without weights and adapter, and optionally in another
+    `dtype`.
+    """
     if spec.path is None:
         assert spec.random_init is not None
         config = made_config(spec.random_init, load_tokenizer(spec))

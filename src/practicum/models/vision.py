@@ -48,7 +48,7 @@ class Images:
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal images. It is computed once."""
+        """A digest that is equal for equal images, computed once."""
         if not self._digest:
             made = hashlib.blake2b(str(self.grid.tolist()).encode(), digest_size=16)
             made.update(self.pixels.numpy().data.cast("B"))
@@ -70,7 +70,7 @@ def images_of(columns: Columns) -> list[Images | None]:
 
 
 def is_vision(config: Any) -> bool:
-    """Return True if a model of this config takes pictures."""
+    """Return True if a model of this config takes images."""
     return config.model_type in VISION_FAMILIES
 
 
@@ -106,7 +106,7 @@ def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> lis
 
 
 def picture_tokens(config: Any, ids: Sequence[int], images: Images | None) -> Tensor:
-    """Return which tokens of a sequence stand for pieces of its images [len(ids)]."""
+    """Return a mask of the tokens that stand for parts of images [len(ids)]."""
     picture_N = torch.zeros(len(ids), dtype=torch.bool)
     for start, end in picture_spans(config, ids, images):
         picture_N[start:end] = True

@@ -92,7 +92,7 @@ class ProgressView:
             self.say(f"{what} …")
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Show that a step is done. Step 0 is the evaluation before the first."""
+        """Show a finished step. Step 0 is the evaluation before training."""
         with self._lock:
             self._step, self._metrics = number, dict(metrics)
             self._add(metrics)

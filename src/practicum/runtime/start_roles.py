@@ -96,7 +96,7 @@ class Roles(Protocol):
         ...
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> Any:
-        """Continue from what `save` wrote. The engines get the weights too."""
+        """Restore what `save` wrote, and load the weights into the engines."""
         ...
 
     def export(self, folder: Path) -> None:

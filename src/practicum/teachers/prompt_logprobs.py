@@ -76,13 +76,13 @@ def _positions(answer: Any, ids: Sequence[int]) -> Sequence[Any]:
         choice = answer["choices"][0]
         positions, echoed = choice.get("prompt_logprobs"), choice.get("prompt_token_ids")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise Unusable("its answer has no choices as /v1/completions gives them") from error
+        raise Unusable("its response has no choices as those of /v1/completions") from error
     if not positions:
         raise Unusable("its answer has no prompt_logprobs")
     if echoed is not None and list(echoed) != list(ids):
         raise Misaligned(f"it scored {len(echoed)} other token ids than the {len(ids)} that were sent")
     if len(positions) != len(ids):
-        raise Misaligned(f"it gave logprobs of {len(positions)} positions for {len(ids)} tokens")
+        raise Misaligned(f"it returned logprobs of {len(positions)} positions for {len(ids)} tokens")
     return positions
 
 
@@ -91,7 +91,7 @@ def _read_position(
 ) -> tuple[float, list[tuple[int, float]]]:
     """Return the logprob of a token, and the most likely tokens of its position, best first."""
     if entry is None:
-        raise Unusable(f"it gave no logprobs for position {at}")
+        raise Unusable(f"it returned no logprobs for position {at}")
     if (own := entry.get(str(token))) is None:
         raise Misaligned(f"the logprobs of position {at} do not have the token {token} that was sent there")
     top: list[tuple[int, float]] = []
@@ -100,7 +100,7 @@ def _read_position(
         # Equally likely tokens may share a rank: then the prompt's own token is the extra one.
         top = [(i, logprob) for rank, _, i, logprob in sorted(ranked)[:top_k] if rank <= top_k]
         if len(top) < top_k:
-            raise Unusable(f"it gave {len(top)} of the {top_k} most likely tokens of position {at}")
+            raise Unusable(f"it returned {len(top)} of the {top_k} most likely tokens of position {at}")
     return own["logprob"], top
 
 

@@ -155,7 +155,7 @@ class SharedTokens:
         return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), chunks)
 
     def coverage(self, response: Sequence[int]) -> Coverage:
-        """Count the tokens of an answer but special ones."""
+        """Count the tokens of a response, without special ones."""
         strict = set(self.align(response).pairs[:, 0].tolist())
         texts = [place for place, token in enumerate(response) if self._own[token]]
         numerals = [place for place in texts if any(48 <= byte < 58 for byte in self._own[response[place]])]

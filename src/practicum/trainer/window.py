@@ -63,7 +63,7 @@ class _UnderWay:
 
 
 class Window:
-    """Samples steps ahead of the learner, as far as the schedule allows."""
+    """Samples steps ahead of the learner by a fixed schedule."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ class RayStore:
             self.put(batch, columns)
 
     def _write(self, packed: Packed) -> Any:
-        """Put bytes where others can read them. Return their locator."""
+        """Put bytes where other processes can read them, and return their locator."""
         if packed.nbytes < self._inline_bytes:
             return pickle.dumps(packed, protocol=5)
         try:

@@ -144,7 +144,7 @@ def _last_scores(
 
 
 def _is_explained(found: Difference, recipe: Mapping[str, Any]) -> bool:
-    """Return True if a metric differs because a key of the recipe that it repeats does."""
+    """Return True if a metric differs only because it repeats a recipe key that differs."""
     keys = _EXPLAINED.get(found.field, _EXPLAINED.get(found.field.partition("/")[0], ()))
     return any(name == key or name.startswith(f"{key}.") for key in keys for name in recipe)
 

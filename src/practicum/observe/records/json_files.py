@@ -70,7 +70,7 @@ class LineFile:
         self._position, self._file_id, self._tail = 0, 0, b""
 
     def refresh(self) -> bool:
-        """Read what is new. Return True if there was anything."""
+        """Read new lines. Return True if there are any."""
         changed = self.was_cut()
         if changed:
             self._position, self._tail, self.broken = 0, b"", 0

@@ -94,7 +94,7 @@ COLUMNS = ("step", "prompt", "session", "tokens", "version", *NUMBER_COLUMNS, *T
 
 
 class SessionTable:
-    """Columns of lines of samples.jsonl or eval.jsonl. Texts are numbers of `words`."""
+    """Columns of samples.jsonl or eval.jsonl. Texts are indices into `words`."""
 
     def __init__(self) -> None:
         self.clear()

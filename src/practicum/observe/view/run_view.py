@@ -300,7 +300,7 @@ class RunView:
 
 
 def run_state(folder: Path, versions: Mapping[str, Any]) -> tuple[str, str]:
-    """Return how the last start of a run stands: a word, and a sentence for people."""
+    """Return the state of a run's last start, as a word and as a sentence."""
     if not versions:
         return "waiting", "The run has not started yet: this page fills as soon as it does."
     files = [folder / name for name in ("metrics.jsonl", "log.txt", "versions.json")]

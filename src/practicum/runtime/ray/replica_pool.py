@@ -126,7 +126,7 @@ class ReplicaPool:
     def call_each(
         self, timeout: float, method: Callable[Concatenate[Any, P], Any], *args: P.args, **options: P.kwargs
     ) -> list[Any]:
-        """Call a method on every replica, from synchronous code. Return the results in order."""
+        """Call a method on every replica from synchronous code, and return the results in order."""
         work = self.each(self.calling(timeout, method, *args, **options))
         return run_async(work, timeout=timeout + 5, owner=f"{method.__name__} on every {self.role} worker")
 

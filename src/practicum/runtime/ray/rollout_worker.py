@@ -146,7 +146,7 @@ class RolloutWorker(Worker):
             self.engines[engine].load_weights(*self._weights())
 
     def _weights(self) -> tuple[Weights, int]:
-        """Return the weights that came last, or those of the model as it starts."""
+        """Return the latest weights, or the model's initial ones."""
         if self._manifest is None:
             if self._merged is not None:
                 return merged_weights(self._merged), 0

@@ -171,7 +171,7 @@ class TrainWorker(Worker):
     def begin(
         self, rank: int, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead
     ) -> frozenset[int]:
-        """Join the others at this address and port, and load the models. Return the tokens that end a row.
+        """Connect to the other ranks at this address and port, and load the models. Return the stop tokens.
 
         `heads` are the output heads of the teachers elsewhere of these names.
         """
