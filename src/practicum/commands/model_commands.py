@@ -122,9 +122,7 @@ def sample(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, in quotes.")],
     task: Annotated[
         str | None,
-        typer.Option(
-            "--task", metavar="NAME", help="Task whose settings apply. Default: the first."
-        ),
+        typer.Option("--task", metavar="NAME", help="Task whose settings apply. Default: the first."),
     ] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="The most likely tokens, nothing sampled.")
