@@ -125,7 +125,7 @@ def sample(
         typer.Option("--task", metavar="NAME", help="Task whose settings apply. Default: the first."),
     ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="The most likely tokens, nothing sampled.")
+        bool, typer.Option("--greedy", help="Use the most likely tokens instead of sampling.")
     ] = False,
 ) -> None:
     """Show the responses of a run's model to prompts of your own.
