@@ -137,7 +137,8 @@ def sessions(found: Mapping[str, Any]) -> str:
         speed = [ranged(measured, "sessions_per_second", ".1f"), f"{mid['tokens_per_second']:,.0f}"]
         spent = [f"{mid['seconds']:.2f}", f"{mid['cpu_seconds']:.2f}", f"{mid['busy']:.1%}"]
         told = "" if name == instant else _times(ratio, ".2f")
-        http = [ranged(measured, key) for key in ("p50", "p99", "client_seconds")] if mid.get("p99") else [""] * 3
+        keys = ("p50", "p99", "client_seconds")
+        http = [ranged(measured, key) for key in keys] if mid.get("p99") else [""] * 3
         rows.append([name, *speed, *spent, f"{1e3 * mid['longest_pause']:.0f}", *http, told])
     mid, idle = medians(raced[ours]), max(medians(m).get("idle_kib", 0) for m in raced.values())
     head = [

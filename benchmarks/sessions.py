@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,8 @@ TOOL_MS = 50
 ROUNDS = 5
 DEADLINE_S = 120.0
 OURS, INSTANT, WAVES = "tools of 50 ms", "tools of 0 ms", "50 ms, in waves"
+CLIENT = httpx2.AsyncClient(timeout=DEADLINE_S, limits=httpx2.Limits(max_connections=None))
+"""Of all sessions in the client's process."""
 IDLE = 1000
 OVER_HTTP, BESIDE = "0 ms, over HTTP", f"0 ms, over HTTP, {IDLE:,} idle sessions"
 
@@ -81,19 +83,13 @@ async def errand(session: Session, ms: int, meet: Callable[[], Any] | None = Non
     await session.generate(said, max_new_tokens=turns[-1], stop=())
 
 
-@cache
-def http_client() -> httpx2.AsyncClient:
-    """Return the client of all sessions of a process: making one takes 50 ms."""
-    return httpx2.AsyncClient(timeout=DEADLINE_S, limits=httpx2.Limits(max_connections=None))
-
-
 async def errand_over_http(task: AgentTask) -> dict[str, Any]:
     """The same loop as a client. Return each turn's seconds, and this process's processor time."""
     messages, parts = list(task.messages), {"from": time.process_time()}
     headers, url = {"authorization": f"Bearer {task.api_key}"}, f"{task.base_url}/chat/completions"
     for number, most in enumerate(task.row["turns"]):
         began, body = time.perf_counter(), {"messages": messages, "max_tokens": most}
-        reply = (await http_client().post(url, json=body, headers=headers)).raise_for_status().json()
+        reply = (await CLIENT.post(url, json=body, headers=headers)).raise_for_status().json()
         parts[f"turn {number}"] = time.perf_counter() - began
         messages += [reply["choices"][0]["message"], user("found")]
     return {"reward": 0.0, "parts": {**parts, "to": time.process_time()}}
