@@ -35,18 +35,12 @@ from practicum.learning.update_batch import TeacherColumns, UpdateBatch
 from practicum.runtime.local import LocalRoles
 
 LR, ROUNDS = 1e-5, 3
-SORT: dict[str, Any] = {
-    "prompts": 32,
-    "samples": 8,
-    "threads": 1,
-    "digits": MORE_DIGITS,
-    "max_new_tokens": 32,
-}
+SIZES = ("prompts", "samples", "threads", "digits", "max_new_tokens")
 CASES = {
-    "1 thread": SORT,
-    "2 threads": {**SORT, "threads": 2},
-    "1 thread, distinct prompts": {**SORT, "prompts": 256, "samples": 1},
-    "1 thread, long prompts": {**SORT, "prompts": 8, "digits": (506, 506), "max_new_tokens": 64},
+    "1 thread": (32, 8, 1, MORE_DIGITS, 32),
+    "2 threads": (32, 8, 2, MORE_DIGITS, 32),
+    "1 thread, distinct prompts": (256, 1, 1, MORE_DIGITS, 32),
+    "1 thread, long prompts": (8, 8, 1, (506, 506), 64),
 }
 BLOCK = 2
 """Steps that a contender takes in one turn."""
@@ -60,13 +54,8 @@ TEACHER = "sorter"
 
 def practicum(channel: Channel, **sizes: Any) -> None:
     """The step of `practicum train` with a colocated teacher, all run-time checks on."""
-    recipe = make_distillation(
-        "distill_step",
-        {TEACHER: {"model": str(teacher_folder())}},
-        lr=LR,
-        signal="full",
-        **sizes,
-    )
+    teachers = {TEACHER: {"model": str(teacher_folder())}}
+    recipe = make_distillation("distill_step", teachers, lr=LR, signal="full", **sizes)
     with Steps(recipe) as steps:
         batch = _checked_batch(steps)
         checked = dict(zip(CHECKED, _practicum_checked(steps, batch), strict=True))
@@ -224,9 +213,7 @@ def _padded(rows: Sequence[Sequence[int]], value: int, side: str) -> Tensor:
 
 
 def require_same(raced: Mapping[str, Sequence[Measured]], *, learns: bool = True) -> None:
-    """Refuse results of contenders that do not compute the same loss and gradient, or do not learn.
-
-    The checked rows say nothing of learning from much longer ones."""
+    """Refuse results of contenders that compute another loss or gradient, or do not learn if it `learns`."""
     ours, theirs = (raced[name][0] for name in ("practicum", "trl"))
     for name in CHECKED:
         if not math.isclose(ours[name], theirs[name], rel_tol=TOLERANCE):
@@ -243,12 +230,13 @@ def main(titles: Sequence[str]) -> None:
     raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
     for title in titles:
         print(f"distillation step, {title}")
+        sizes: dict[str, Any] = dict(zip(SIZES, CASES[title], strict=True))
         contenders = [
-            Contender(name, f"benchmarks.distill_step:{name}", CASES[title], CASES[title]["threads"])
+            Contender(name, f"benchmarks.distill_step:{name}", sizes, sizes["threads"])
             for name in ("practicum", "trl")
         ]
         raced[title] = harness.race(contenders, ROUNDS)
-        require_same(raced[title], learns=CASES[title]["digits"] == MORE_DIGITS)
+        require_same(raced[title], learns=sizes["digits"] == MORE_DIGITS)
         for name, found in raced[title].items():
             last = found[-1]
             print(
