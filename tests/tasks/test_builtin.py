@@ -142,7 +142,7 @@ def test_wrong_option_value_names_its_path(value):
     with pytest.raises(RecipeError) as caught:
         bind("digits", "sort", {"length": value})
     assert caught.value.path == "tasks.digits.options.length"
-    assert "between 1 and 200" in str(caught.value)
+    assert "between 1 and 1000" in str(caught.value)
     assert repr(value) in str(caught.value)
 
 
