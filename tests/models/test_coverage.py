@@ -11,11 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import practicum as pr
 from practicum.commands.recipe_commands import plan
+from practicum.engines.vllm.make_vllm import VllmKind
 from practicum.errors import EngineError, RecipeError, RecipeErrors
 from practicum.models.tokenizer import make_tokenizer
 from practicum.serving.serve import ServeOptions, resolve
 from tests.models.coverage import EVERY, PAGE, README, RECIPE, row, save
-from tests.models.families import DENSE
+from tests.models.families import DENSE, FAMILIES, tiny_config
 
 
 def listed() -> dict[str, list[str]]:
@@ -98,6 +99,22 @@ def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict
             with pytest.raises(RecipeError, match="recurrent layers") as error:
                 run(sections)
             assert error.value.path == f"{key}.engine"
+
+
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [
+        ("mamba2", {"n_groups": 2}),
+        ("granitemoehybrid", {"mamba_n_groups": 2}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}),
+        ("falcon_h1", None),
+    ],
+)
+def test_vllm_takes_some_hybrids(family: str, other: dict[str, Any] | None):
+    same = {"n_groups": 1, "mamba_n_groups": 1, "layers_block_type": ["mamba", "attention"]}
+    known = {key: value for key, value in same.items() if key in FAMILIES[family]}
+    assert VllmKind().runs_recurrent(tiny_config(family, **known))
+    assert other is None or not VllmKind().runs_recurrent(tiny_config(family, **known | other))
 
 
 @pytest.mark.parametrize(
