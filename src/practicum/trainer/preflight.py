@@ -184,7 +184,7 @@ def require_layers(recipe: Recipe) -> None:
         with must_read(spec.path or "", f"{path}.model", "a causal language model in HuggingFace format"):
             model = skeleton(spec)
         if (layers := state_layers(model)) and not kind.runs_recurrent(model.config):
-            found = f"{engine} for a {model.config.model_type} with recurrent layers ({layers})"
+            found = f"{engine} for {model.config.model_type} with recurrent layers ({layers})"
             raise RecipeError(f"{path}.engine", found, f"torch; {engine} runs {kind.recurrent}")
 
 
