@@ -2,21 +2,21 @@
 
 Three hosts: the controller (with Ray's head), two learner ranks, two rollout replicas with the reward worker.
 Batches and responses grow. After these, hosts with one worker each: a rank, a replica, a reward worker and
-an own teacher. Each size runs as it is and with the control of `driver.py`, in which the
-controller forwards columns. Bytes are per step, from the first step's end to the last one's. FILE has a line
-for each setting; those that have one are not run again.
+an own teacher. Steps as they are alternate with the control of `driver.py`, in which the controller forwards
+columns. FILE has a line for each size, speed and control; sizes that have theirs are not run again.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from subprocess import PIPE
+from threading import Timer
 from typing import Any
 
 from tests.campaign.processes import end_cleanly
@@ -24,7 +24,6 @@ from tests.hosts.cuts import roles_of
 from tests.hosts.ray_hosts import HOST_ENV, RayHosts
 from tests.teachers.tiny_teachers import save_teacher
 
-STEPS = 4
 HOSTS = {"controller": 0, "learner": 2, "rollout": 3}
 TEXT = {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}}
 IMAGES = {"dots": {"kind": "dots", "options": {"pictures": [3, 3], "size": [56, 56]}}}
@@ -36,10 +35,10 @@ SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "images": (8, 32, IMAGES),
 }
 """Prompts of a step, of 8 samples each, tokens of a response, and tasks."""
-RUNS = [(1000, "batch ×1"), (1000, "batch ×16"), (1000, "responses ×8"), (1000, "batch ×4")]
-RUNS += [(100, "batch ×16"), (100, "responses ×8"), (1000, "images"), (100, "batch ×1"), (100, "batch ×4")]
-"""Mbit/s of each link, and sizes."""
-BY_ROLE, IDLE_S = "batch ×4, one worker per host", 5.0
+ROUNDS, MBITS = 2, (1000, 100)
+PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
+"""Steps after the first: Mbit/s of each link, and if the controller forwards."""
+BY_ROLE, IDLE_S, LATE_S = "batch ×4, one worker per host", 5.0, 280.0
 
 
 def recipe(
@@ -56,7 +55,7 @@ def recipe(
         "model": {"random_init": model | family},
         "tasks": tasks,
         "rollout": {"samples": 8, "max_new_tokens": tokens},
-        "train": {"steps": STEPS, "prompts": prompts, "minibatches": 2, "lr": 1e-4},
+        "train": {"steps": 1 + len(PLAN), "prompts": prompts, "minibatches": 2, "lr": 1e-4},
         "eval": {"rows": 0},
         "checkpoint": {"every": 1000},
         "track": {"record": "none"},
@@ -65,69 +64,81 @@ def recipe(
     }
 
 
-def measure(hosts: RayHosts, folder: Path, size: str, forward: bool, teacher: str = "") -> dict[str, Any]:
+def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list[dict[str, Any]]:
+    """Run the first step and those of PLAN; return a row for each kind of step."""
     prompts, tokens, tasks = SIZES[size]
     file = folder / "recipe.json"
     file.write_text(json.dumps(recipe(hosts.address, prompts, tokens, tasks, teacher)))
-    command = [sys.executable, "-m", "tests.hosts.driver", str(file), *(["--forward"] if forward else [])]
-    driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, stdout=subprocess.PIPE)
-    counts, steps, roles = [], [], {}
+    command, pipes = [sys.executable, "-m", "tests.hosts.driver", str(file)], {"stdin": PIPE, "stdout": PIPE}
+    driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, **pipes)
+    late = Timer(LATE_S, driver.kill)
+    late.daemon = True
+    late.start()
+    upcoming, steps, before, roles = iter([*PLAN, (MBITS[0], False)]), defaultdict(list), {}, {}
+    setting = None
     for line in driver.stdout:
-        if line.startswith("{") and "time/step" in line:
-            counts.append({name: host.bytes() for name, host in hosts.hosts.items()})
-            steps.append(json.loads(line))
-            roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
-    if driver.wait(60) or len(steps) != STEPS:
-        raise OSError(f"the run ended with exit code {driver.returncode} after {len(steps)} steps")
-    count = STEPS - 1
-    sent = {
-        name: [(new - old) / count for old, new in zip(counts[0][name], counts[-1][name], strict=True)]
-        for name in hosts.hosts
-    }
-    return {
-        "prompts": prompts,
-        "response_tokens": tokens,
-        "tokens": median(step["rollout/tokens"] for step in steps[1:]),
-        "forward": forward,
-        "received_and_sent": sent,
-        "roles": roles,
-        "seconds": median(step["time/step"] for step in steps[1:]),
-        "controller_peak_mib": steps[-1]["peak_mib"],
-    }
+        if not line.startswith("{"):
+            continue
+        counts = {name: host.bytes() for name, host in hosts.hosts.items()}
+        if setting is not None:
+            sent = {
+                name: [new - old for old, new in zip(before[name], counts[name], strict=True)]
+                for name in counts
+            }
+            steps[setting].append(json.loads(line) | {"sent": sent})
+        setting = next(upcoming)
+        roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
+        for host in hosts.hosts.values():
+            host.throttle(setting[0])
+        before = {name: host.bytes() for name, host in hosts.hosts.items()}
+        driver.stdin.write("forward\n" if setting[1] else "as it is\n")
+        driver.stdin.flush()
+    late.cancel()
+    if driver.wait(60) or set(steps) != set(PLAN):
+        raise OSError(f"{size}: the run ended with exit code {driver.returncode} in {setting}")
+    return [
+        {
+            "prompts": prompts,
+            "response_tokens": tokens,
+            "megabits": mbits,
+            "forward": forward,
+            "tokens": mean(step["rollout/tokens"] for step in these),
+            "received_and_sent": {
+                name: [mean(step["sent"][name][way] for step in these) for way in (0, 1)] for name in roles
+            },
+            "roles": roles,
+            "seconds": median(step["time/step"] for step in these),
+            "stages": {k[5:]: median(s[k] for s in these) for k in these[0] if k.startswith("time/")},
+            "controller_added_mib": median(step["added_mib"] for step in these),
+        }
+        for (mbits, forward), these in steps.items()
+    ]
 
 
 def main() -> None:
     end_cleanly()
-    results, began = Path(sys.argv[1]), time.monotonic()
-    minutes = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
+    results, wanted = Path(sys.argv[1]), sys.argv[2:] or [*SIZES, BY_ROLE]
     lines = results.read_text().splitlines() if results.exists() else []
-    done = {(row["what"], row["megabits"], row["forward"]) for row in map(json.loads, lines)}
+    done = {json.loads(line)["what"] for line in lines}
 
-    def rest(settings: list[tuple[str, int, bool]]) -> Iterator[tuple[str, int, bool]]:
-        for setting in settings:
-            if setting not in done and time.monotonic() - began < 60 * minutes:
-                yield setting
-
-    def write(what: str, mbits: int, result: dict[str, Any]) -> None:
+    def write(what: str, rows: list[dict[str, Any]], **more: float) -> None:
         with results.open("a") as file:
-            file.write(json.dumps({"what": what, "megabits": mbits} | result) + "\n")
-        print(what, mbits, json.dumps(result), flush=True)
+            file.writelines(json.dumps({"what": what} | row | more) + "\n" for row in rows)
+        print(what, json.dumps(rows, indent=1), flush=True)
 
     with tempfile.TemporaryDirectory() as name:
-        with RayHosts(HOSTS, [Path(name)]) as hosts:
-            for size, mbits, forward in rest([(s, m, f) for m, s in RUNS for f in (False, True)]):
-                for host in hosts.hosts.values():
-                    host.throttle(mbits)
-                write(size, mbits, measure(hosts, Path(name), size, forward))
-        for what, mbits, _ in rest([(BY_ROLE, 1000, False)]):
+        if sizes := [size for size in SIZES if size in wanted and size not in done]:
+            with RayHosts(HOSTS, [Path(name)]) as hosts:
+                for size in sizes:
+                    write(size, measure(hosts, Path(name), size))
+        if BY_ROLE in wanted and BY_ROLE not in done:
             teacher = save_teacher(Path(name) / "teacher", seed=1, hidden=128)
             workers = {f"worker{number}": 1 for number in range(4)}
             with RayHosts({"controller": 0, **workers}, [Path(name)]) as hosts:
                 before = sum(hosts.head.bytes())
                 time.sleep(IDLE_S)
                 idle = (sum(hosts.head.bytes()) - before) / IDLE_S
-                result = measure(hosts, Path(name), "batch ×4", False, teacher)
-                write(what, mbits, result | {"idle_bytes_per_s": idle})
+                write(BY_ROLE, measure(hosts, Path(name), "batch ×4", teacher), idle_bytes_per_s=idle)
 
 
 if __name__ == "__main__":
