@@ -19,6 +19,11 @@ from subprocess import PIPE
 from threading import Timer
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
+from practicum.models.load_model import load_tokenizer
+from practicum.recipe.schema.recipe import Model
 from tests.campaign.processes import end_cleanly
 from tests.hosts.cuts import roles_of
 from tests.hosts.ray_hosts import HOST_ENV, RayHosts
@@ -27,6 +32,7 @@ from tests.teachers.tiny_teachers import save_teacher
 HOSTS = {"controller": 0, "learner": 2, "rollout": 3}
 TEXT = {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}}
 IMAGES = {"dots": {"kind": "dots", "options": {"pictures": [3, 3], "size": [56, 56]}}}
+MODEL = {"hidden": 256, "layers": 4, "heads": 4, "context": 512}
 SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "batch ×1": (8, 32, TEXT),
     "batch ×4": (32, 32, TEXT),
@@ -38,21 +44,32 @@ SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
 ROUNDS, MBITS = 2, (1000, 100)
 PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
 """Steps after the first: Mbit/s of each link, and if the controller forwards."""
-BY_ROLE, IDLE_S, LATE_S = "batch ×4, one worker per host", 5.0, 280.0
+BY_ROLE, IDLE_S, LATE_S = "batch ×4, one worker per host", 3.0, 280.0
+
+
+def save_student(folder: Path) -> None:
+    """Save a model that never ends a response: its end token's vector is opposite to all others'."""
+    save_teacher(folder, seed=0, scale=1.0, **MODEL)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ends: Any = load_tokenizer(Model(path=str(folder))).eos_token_id
+    embeddings: Any = model.get_input_embeddings()  # the output head's too
+    with torch.no_grad():
+        embeddings.weight[:, 0] = 1.0
+        embeddings.weight[ends, 0] = -1.0
+    model.save_pretrained(folder)
 
 
 def recipe(
-    address: str, prompts: int, tokens: int, tasks: dict[str, Any], teacher: str = ""
+    address: str, folder: Path, prompts: int, tokens: int, tasks: dict[str, Any], teacher: str = ""
 ) -> dict[str, Any]:
     """With a teacher, which is a model's folder, each worker has its own host."""
-    model = {"hidden": 128, "layers": 4, "heads": 4, "context": 512}
-    family = {"family": "qwen2_5_vl"} if tasks is IMAGES else {}
+    images = {"random_init": MODEL | {"family": "qwen2_5_vl"}}
     count = 1 if teacher else 2
     taught = {"own": {"model": teacher, "placement": "own"}}
     more = {"teachers": taught, "distill": {"signal": "top_k", "top_k": 8}} if teacher else {}
     return more | {
         "name": "bytes",
-        "model": {"random_init": model | family},
+        "model": images if tasks is IMAGES else {"path": str(folder / "student")},
         "tasks": tasks,
         "rollout": {"samples": 8, "max_new_tokens": tokens},
         "train": {"steps": 1 + len(PLAN), "prompts": prompts, "minibatches": 2, "lr": 1e-4},
@@ -68,13 +85,14 @@ def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list
     """Run the first step and those of PLAN; return a row for each kind of step."""
     prompts, tokens, tasks = SIZES[size]
     file = folder / "recipe.json"
-    file.write_text(json.dumps(recipe(hosts.address, prompts, tokens, tasks, teacher)))
+    file.write_text(json.dumps(recipe(hosts.address, folder, prompts, tokens, tasks, teacher)))
     command, pipes = [sys.executable, "-m", "tests.hosts.driver", str(file)], {"stdin": PIPE, "stdout": PIPE}
     driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, **pipes)
     late = Timer(LATE_S, driver.kill)
     late.daemon = True
     late.start()
     upcoming, steps, before, roles = iter([*PLAN, (MBITS[0], False)]), defaultdict(list), {}, {}
+    idle = 0
     setting = None
     for line in driver.stdout:
         if not line.startswith("{"):
@@ -86,6 +104,9 @@ def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list
                 for name in counts
             }
             steps[setting].append(json.loads(line) | {"sent": sent})
+        if len(steps[PLAN[-1]]) == ROUNDS:
+            time.sleep(IDLE_S)
+            idle = sum(hosts.head.bytes()) - sum(counts[hosts.head.name])
         setting = next(upcoming)
         roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
         for host in hosts.hosts.values():
@@ -109,6 +130,7 @@ def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list
             "roles": roles,
             "seconds": median(step["time/step"] for step in these),
             "stages": {k[5:]: median(s[k] for s in these) for k in these[0] if k.startswith("time/")},
+            "idle_bytes_per_s": idle / IDLE_S,
             "controller_added_mib": median(step["added_mib"] for step in these),
         }
         for (mbits, forward), these in steps.items()
@@ -121,24 +143,22 @@ def main() -> None:
     lines = results.read_text().splitlines() if results.exists() else []
     done = {json.loads(line)["what"] for line in lines}
 
-    def write(what: str, rows: list[dict[str, Any]], **more: float) -> None:
+    def write(what: str, rows: list[dict[str, Any]]) -> None:
         with results.open("a") as file:
-            file.writelines(json.dumps({"what": what} | row | more) + "\n" for row in rows)
+            file.writelines(json.dumps({"what": what} | row) + "\n" for row in rows)
         print(what, json.dumps(rows, indent=1), flush=True)
 
     with tempfile.TemporaryDirectory() as name:
+        save_student(Path(name) / "student")
         if sizes := [size for size in SIZES if size in wanted and size not in done]:
             with RayHosts(HOSTS, [Path(name)]) as hosts:
                 for size in sizes:
                     write(size, measure(hosts, Path(name), size))
         if BY_ROLE in wanted and BY_ROLE not in done:
-            teacher = save_teacher(Path(name) / "teacher", seed=1, hidden=128)
+            teacher = save_teacher(Path(name) / "teacher", seed=1, **MODEL)
             workers = {f"worker{number}": 1 for number in range(4)}
             with RayHosts({"controller": 0, **workers}, [Path(name)]) as hosts:
-                before = sum(hosts.head.bytes())
-                time.sleep(IDLE_S)
-                idle = (sum(hosts.head.bytes()) - before) / IDLE_S
-                write(BY_ROLE, measure(hosts, Path(name), "batch ×4", teacher), idle_bytes_per_s=idle)
+                write(BY_ROLE, measure(hosts, Path(name), "batch ×4", teacher))
 
 
 if __name__ == "__main__":

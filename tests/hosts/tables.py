@@ -68,7 +68,7 @@ def _pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [
         (row, found[what, megabits, True])
         for (what, megabits, forward), row in found.items()
-        if not forward and "idle_bytes_per_s" not in row
+        if not forward and row["roles"].keys() == {"controller", "learner", "rollout"}
     ]
 
 
@@ -103,7 +103,7 @@ def roles_table() -> str:
     (row,) = (
         row
         for row in _read("host_bytes.jsonl")
-        if "idle_bytes_per_s" in row and row["megabits"] == 1000 and not row["forward"]
+        if "worker0" in row["roles"] and row["megabits"] == 1000 and not row["forward"]
     )
     rows = []
     for host, (received, sent) in row["received_and_sent"].items():
