@@ -33,18 +33,22 @@ HOSTS = {"controller": 0, "learner": 2, "rollout": 3}
 TEXT = {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}}
 IMAGES = {"dots": {"kind": "dots", "options": {"pictures": [3, 3], "size": [56, 56]}}}
 MODEL = {"hidden": 256, "layers": 4, "heads": 4, "context": 512}
-SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "batch ×1": (8, 32, TEXT),
-    "batch ×4": (32, 32, TEXT),
-    "batch ×16": (128, 32, TEXT),
-    "responses ×8": (8, 256, TEXT),
-    "images": (8, 32, IMAGES),
+SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "batch ×1": (8, 32, TEXT, {}),
+    "batch ×4": (32, 32, TEXT, {}),
+    "batch ×16": (128, 32, TEXT, {}),
+    "responses ×8": (8, 256, TEXT, {}),
+    "images": (8, 32, IMAGES, {}),
+    "teacher, batch ×1": (8, 32, TEXT, {"placement": "colocated"}),
+    "teacher, batch ×4": (32, 32, TEXT, {"placement": "colocated"}),
+    "teacher, batch ×16": (128, 32, TEXT, {"placement": "colocated"}),
+    "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
-"""Prompts of a step, of 8 samples each, tokens of a response, and tasks."""
+"""Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher with 32 logprobs a token."""
 ROUNDS, MBITS = 2, (1000, 100)
 PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
 """Steps after the first: Mbit/s of each link, and if the controller forwards."""
-BY_ROLE, IDLE_S, LATE_S = "batch ×4, one worker per host", 3.0, 280.0
+BY_ROLE, IDLE_S, LATE_S = "one worker per host", 6.0, 280.0
 
 
 def save_student(folder: Path) -> None:
@@ -59,14 +63,12 @@ def save_student(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def recipe(
-    address: str, folder: Path, prompts: int, tokens: int, tasks: dict[str, Any], teacher: str = ""
-) -> dict[str, Any]:
-    """With a teacher, which is a model's folder, each worker has its own host."""
+def recipe(address: str, folder: Path, size: str) -> dict[str, Any]:
+    prompts, tokens, tasks, teacher = SIZES[size]
     images = {"random_init": MODEL | {"family": "qwen2_5_vl"}}
-    count = 1 if teacher else 2
-    taught = {"own": {"model": teacher, "placement": "own"}}
-    more = {"teachers": taught, "distill": {"signal": "top_k", "top_k": 8}} if teacher else {}
+    count = 1 if size == BY_ROLE else 2
+    taught = {"teacher": {"model": str(folder / "teacher"), **teacher}}
+    more = {"teachers": taught, "distill": {"signal": "top_k", "top_k": 32}} if teacher else {}
     return more | {
         "name": "bytes",
         "model": images if tasks is IMAGES else {"path": str(folder / "student")},
@@ -81,11 +83,10 @@ def recipe(
     }
 
 
-def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list[dict[str, Any]]:
+def measure(hosts: RayHosts, folder: Path, size: str) -> list[dict[str, Any]]:
     """Run the first step and those of PLAN; return a row for each kind of step."""
-    prompts, tokens, tasks = SIZES[size]
     file = folder / "recipe.json"
-    file.write_text(json.dumps(recipe(hosts.address, folder, prompts, tokens, tasks, teacher)))
+    file.write_text(json.dumps(recipe(hosts.address, folder, size)))
     command, pipes = [sys.executable, "-m", "tests.hosts.driver", str(file)], {"stdin": PIPE, "stdout": PIPE}
     driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, **pipes)
     late = Timer(LATE_S, driver.kill)
@@ -119,8 +120,7 @@ def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list
         raise OSError(f"{size}: the run ended with exit code {driver.returncode} in {setting}")
     return [
         {
-            "prompts": prompts,
-            "response_tokens": tokens,
+            "what": size,
             "megabits": mbits,
             "forward": forward,
             "tokens": mean(step["rollout/tokens"] for step in these),
@@ -133,32 +133,29 @@ def measure(hosts: RayHosts, folder: Path, size: str, teacher: str = "") -> list
             "idle_bytes_per_s": idle / IDLE_S,
             "controller_added_mib": median(step["added_mib"] for step in these),
         }
-        for (mbits, forward), these in steps.items()
+        for (mbits, forward), these in ((setting, steps[setting]) for setting in dict.fromkeys(PLAN))
     ]
 
 
 def main() -> None:
     end_cleanly()
-    results, wanted = Path(sys.argv[1]), sys.argv[2:] or [*SIZES, BY_ROLE]
+    results, wanted = Path(sys.argv[1]), sys.argv[2:] or [*SIZES]
     lines = results.read_text().splitlines() if results.exists() else []
     done = {json.loads(line)["what"] for line in lines}
 
-    def write(what: str, rows: list[dict[str, Any]]) -> None:
-        with results.open("a") as file:
-            file.writelines(json.dumps({"what": what} | row) + "\n" for row in rows)
-        print(what, json.dumps(rows, indent=1), flush=True)
-
     with tempfile.TemporaryDirectory() as name:
         save_student(Path(name) / "student")
-        if sizes := [size for size in SIZES if size in wanted and size not in done]:
-            with RayHosts(HOSTS, [Path(name)]) as hosts:
-                for size in sizes:
-                    write(size, measure(hosts, Path(name), size))
-        if BY_ROLE in wanted and BY_ROLE not in done:
-            teacher = save_teacher(Path(name) / "teacher", seed=1, **MODEL)
-            workers = {f"worker{number}": 1 for number in range(4)}
-            with RayHosts({"controller": 0, **workers}, [Path(name)]) as hosts:
-                write(BY_ROLE, measure(hosts, Path(name), "batch ×4", teacher))
+        save_teacher(Path(name) / "teacher", seed=1, **MODEL)
+        workers = {f"worker{number}": 1 for number in range(4)}
+        for cpus, sizes in ((HOSTS, [*SIZES][:-1]), ({"controller": 0, **workers}, [BY_ROLE])):
+            if not (rest := [size for size in sizes if size in wanted and size not in done]):
+                continue
+            with RayHosts(cpus, [Path(name)]) as hosts:
+                for size in rest:
+                    rows = measure(hosts, Path(name), size)
+                    with results.open("a") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in rows)
+                    print(json.dumps(rows, indent=1), flush=True)
 
 
 if __name__ == "__main__":
