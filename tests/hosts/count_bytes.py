@@ -44,7 +44,7 @@ SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "teacher, batch ×16": (128, 32, TEXT, {"placement": "colocated"}),
     "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
-"""Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher with 32 logprobs a token."""
+"""Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher (32 logprobs a token)."""
 ROUNDS, MBITS = 2, (1000, 100)
 PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
 """Steps after the first: Mbit/s of each link, and if the controller forwards."""
