@@ -37,7 +37,6 @@ from tests.hosts.tables import (
     bytes_table,
     control_plane_table,
     cuts_table,
-    roles_table,
     step_seconds_table,
     weights_table,
 )
@@ -291,7 +290,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "advisories": ("view.md", advisories_table),
     "bytes": ("cluster.md", bytes_table),
     "step seconds": ("cluster.md", step_seconds_table),
-    "bytes of roles": ("cluster.md", roles_table),
     "weights": ("cluster.md", weights_table),
     "control plane": ("cluster.md", control_plane_table),
     "cuts": ("reliability.md", cuts_table),

@@ -98,21 +98,23 @@ def test_a_host_with_another_package_version_is_named(hosts: RayHosts, tmp_path:
         host.kill()
         host.boot()
         hosts.start_ray(host)
-    (line,) = [line for line in str(failed.value).splitlines() if line.startswith("•")]
-    assert host.address in line
-    assert "transformers 0.0.1" in line
+    text = str(failed.value)
+    assert f"{host.address} has transformers 0.0.1" in text
+    assert hosts["worker0"].address not in text
 
 
 def test_ray_refuses_a_host_with_another_version_of_python(hosts: RayHosts, tmp_path: Path):
     """A host whose Python says that it is another one."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import platform\nplatform.python_version = lambda: '3.9.99'\n"
+        "import collections, sys\n"
+        "Version = collections.namedtuple('Version', 'major minor micro releaselevel serial')\n"
+        "sys.version_info = Version(*sys.version_info[:2], 99, 'final', 0)\n"
     )
     host = hosts["worker1"]
     host.kill()
     host.boot()
     try:
-        with pytest.raises(OSError, match=r"3\.9\.99"):
+        with pytest.raises(OSError, match=r"\.99\b"):
             hosts.start_ray(host, PYTHONPATH=f"{tmp_path}:{HOST_ENV['PYTHONPATH']}")
     finally:
         host.kill()
