@@ -4,7 +4,7 @@ import torch
 
 from practicum.parts import BatchRef, Columns, Ragged, StepInfo, stage
 
-NO_MATCH, SHARED_TOKEN = 0, 1
+NO_MATCH, SHARED_TOKEN, NUMERAL = 0, 1, 4
 _READ = ["rollout_logprobs", "response_mask", "teacher_logprobs", "teacher_match"]
 
 
@@ -18,7 +18,7 @@ def include(rank, batch: BatchRef, columns: Columns, step: StepInfo):
     scored, matched = [], []
     rows = zip(student.rows, columns.ragged("teacher_logprobs").rows, match.rows, strict=True)
     for own_R, teacher_R, match_R in rows:
-        teacher_R, match_R, start = teacher_R.clone(), match_R.clone(), 0
+        teacher_R, match_R, start = teacher_R.clone(), match_R % NUMERAL, 0
         for place, (logprob, kind) in enumerate(zip(teacher_R.tolist(), match_R.tolist(), strict=True)):
             if kind == NO_MATCH and logprob < 0:
                 chunk = slice(start, place + 1)

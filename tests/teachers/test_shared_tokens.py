@@ -28,6 +28,8 @@ TEXTS = [
     "naïve café – größer als 3,14 ≈ π, 東京 and 🙂",
     "a list: one two three four five six seven eight nine ten eleven twelve",
 ] * 3
+JOINED = ("ab", "bd", "cc", "da", "ec")
+"""Pairs of letters that are one token of a teacher."""
 KINDS = ("bytes", "small bytes", "digits", "unigram", "bos", "letters")
 
 
@@ -73,6 +75,16 @@ def shared(student: str, teacher: str) -> SharedTokens:
 
 def ids_of(kind: str, text: str) -> list[int]:
     return trained(kind).encode(text, add_special_tokens=False)
+
+
+def joined(kind: str, first: int, second: int) -> bool:
+    """True if a tokenizer writes the texts of two tokens in another way; parts of characters count as not."""
+    own = token_bytes(trained(kind))
+    try:
+        alone, both = own[first].decode(), (own[first] + own[second]).decode()
+    except UnicodeDecodeError:
+        return False
+    return ids_of(kind, alone) == [first] and ids_of(kind, both) != [first, second]
 
 
 texts = st.one_of(
@@ -179,12 +191,34 @@ def test_a_teacher_reads_its_own_prompt_and_is_asked_for_the_student_s_tokens() 
     for place in range(len(answer)):
         for k, token in enumerate(top_RK[place].tolist()):
             known = place in strict and int(both.to_teacher[token]) >= 0
+            if known and (after := strict[place]):
+                known = not joined("bos", found.ids[after - 1], int(both.to_teacher[token]))
             assert int(back.topk_ids[place, k]) == (token if known else -1)
             if known:
                 assert back.topk_logprobs[place, k] == scored.topk_logprobs[strict[place], k]  # pyright: ignore
     chunks = {mine.stop - 1: float(scored.logprobs[other].sum()) for mine, other in found.chunks}
     expected = {mine: float(scored.logprobs[place]) for mine, place in strict.items()} | chunks
     assert {i: x for i, x in enumerate(back.logprobs.tolist()) if x} == pytest.approx(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(alphabet="abcde", min_size=1, max_size=8))
+def test_only_tokens_that_the_teacher_could_write_next_are_compared(text: str) -> None:
+    numbers = make_tokenizer().get_vocab()
+    numbers |= {pair: len(numbers) + i for i, pair in enumerate(JOINED)}
+    core = Tokenizer(models.BPE(numbers, [(pair[0], pair[1]) for pair in JOINED], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    teacher = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>")
+    both = SharedTokens(make_tokenizer(), Encoder({"a": Task(kind="copy")}, teacher))
+    ids = make_tokenizer().encode(text, add_special_tokens=False)
+    letters = make_tokenizer().encode("abcde", add_special_tokens=False)
+    top_RK = torch.tensor([letters] * len(ids))
+    _, found = both.request(Prompt(0, "a", "a", "x", None, {}, 0, 0), "", ids, top_RK, "a row")
+    assert found.support is not None
+    for (mine, place), row in zip(found.pairs.tolist(), found.support.tolist(), strict=True):
+        for letter, token in zip("abcde", row, strict=True):
+            asked = teacher.encode(text[:mine] + letter, add_special_tokens=False)
+            assert (token >= 0) == (asked == [*found.ids[:place], *teacher.encode(letter)])
 
 
 @pytest.mark.parametrize("thinks", [False, True])

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
+from practicum.roles.probe_teachers import Probe, compare, probe_teachers, warnings_of
 from practicum.trainer.preflight import check_without_models, preflight
-from practicum.trainer.probe_teachers import Probe, compare, probe_teachers, warnings_of
-from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 
 def test_the_numbers_are_sums_over_the_vocabulary():
