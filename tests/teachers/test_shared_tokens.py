@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ TEXTS = [
 ] * 3
 JOINED = ("ab", "bd", "cc", "da", "ec")
 """Pairs of letters that are one token of a teacher."""
-KINDS = ("bytes", "small bytes", "digits", "unigram", "bos", "letters")
+KINDS = ("bytes", "small bytes", "digits", "unigram", "fallback", "bos", "letters")
 
 
 @cache
@@ -48,6 +49,22 @@ def trained(kind: str) -> PreTrainedTokenizerFast:
         options |= {"unk_token": "<unk>", "initial_alphabet": letters}
         special = ["<unk>", *special]
         trainer: Any = trainers.UnigramTrainer(vocab_size=160, special_tokens=special, **options)
+    elif kind == "fallback":  # as sentencepiece writes BPE: unknown characters as bytes
+        core = Tokenizer(models.BPE(unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", *special], **options)
+        core.train_from_iterator([text for text in TEXTS if text.isascii()], trainer)
+        learnt = json.loads(core.to_str())["model"]
+        numbers = learnt["vocab"] | {f"<0x{byte:02X}>": len(learnt["vocab"]) + byte for byte in range(256)}
+        merges = [(first, second) for first, second in learnt["merges"]]
+        core.model = models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True)
+        space = decoders.Replace("\u2581", " ")
+        core.decoder = decoders.Sequence(
+            [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+        )
     else:
         core = Tokenizer(models.BPE())
         parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (kind == "digits")
@@ -125,6 +142,17 @@ def test_strict_positions_cover_the_same_bytes_and_no_others_do(
         for a, b, c, d in spans:
             assert before_own[b][len(before_own[a]) :] == before_theirs[d][extra:][len(before_own[a]) :]
             assert (b - a, d - c) != (1, 1)
+
+
+@pytest.mark.parametrize("student", KINDS)
+@pytest.mark.parametrize("teacher", ["digits", "unigram", "fallback"])
+def test_tokenizers_of_all_kinds_have_strict_positions(student: str, teacher: str) -> None:
+    ids = ids_of(student, "the cat sat on 12 mice")
+    places = shared(student, teacher).align(ids).pairs[:, 0].tolist()
+    own = token_bytes(trained(student))
+    assert len(places) == len(ids) if teacher == student else places
+    if student in ("bytes", "bos"):  # others have letters, or other words
+        assert any(b" " in own[ids[place]] for place in places)
 
 
 @settings(max_examples=30, deadline=None)

@@ -43,7 +43,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     Byte-level vocabularies, those of sentencepiece and plain text are known; others are a RecipeError.
     """
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
     if "WordPiece" in decoder or "BPEDecoder" in decoder:
         expected = "a byte-level or sentencepiece tokenizer, or one of plain text"
         raise RecipeError("distill.signal", "shared with a tokenizer of word pieces", expected)
