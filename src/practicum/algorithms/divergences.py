@@ -233,7 +233,8 @@ def shared_divergence(
         logprobs_CK = logprobs_at(logits_CV, ids_CK.clamp_min(0))
     own_CK = among(logprobs_CK + (own_CK - own_CK.detach()))
     loss_C, gap_C = full_divergence(kind, own_CK, among(teacher_logprobs_CK.to(own_CK.dtype)), beta=beta)
-    masses = [x.exp().masked_fill(~known_CK, 0.0).sum(-1) for x in (logprobs_CK, teacher_logprobs_CK)]
+    both = logprobs_CK, teacher_logprobs_CK.detach()
+    masses = [x.exp().masked_fill(~known_CK, 0.0).sum(-1) for x in both]
     return loss_C * (masses[0] * masses[1]).clamp_max(1.0).to(loss_C.dtype), gap_C
 
 
