@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,8 +28,8 @@ from practicum.teachers.load_teachers import Teachers, load_teachers
 from practicum.teachers.route import before_text, teacher_of
 from practicum.teachers.shared_tokens import require_mass, shared_tokens
 
-PROMPTS, DRAWN = 8, 128
-"""Number of prompts to probe each teacher on, and the number drawn to find them."""
+PROMPTS, DRAWN, POSITIONS = 8, 128, 64
+"""Number of prompts to probe each teacher on, the number drawn to find them, and tokens of each response."""
 TOP_K = 32
 """Default top-k if the recipe has none."""
 TAIL = 0.01
@@ -38,6 +37,7 @@ TAIL = 0.01
 FAR = 0.5
 """Teacher mass on the student's top-k below which its scores of the student's responses say little."""
 PROBE_S = 600.0
+MEASURES = ("overlap", "mass", "tail", "entropy_gap", "kl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], l
     specs = {
         name: teacher.model_copy(update={"placement": "colocated"})
         for name, teacher in recipe.teachers.items()
-        if teacher.url is None and teacher.adapter is None and teacher.engine_traits.runs_transformers
+        if teacher.url is None and teacher.engine_traits.runs_transformers
     }
     if not specs or recipe.on_ray:
         return [], []
@@ -118,10 +118,9 @@ def compare_teachers(
     probes: dict[str, Probe] = {}
     prober = _Prober(recipe, engine, model)
     for name, teacher in teachers.scorers.items():
-        scorer = teacher.scorers[0]
-        if name in prompts and teacher.adapter is None and isinstance(scorer, TorchEngine):
+        if name in prompts and isinstance(scorer := teacher.scorers[0], TorchEngine):
             with teachers.awake(name):
-                work = prober.probe(name, scorer, prompts[name])
+                work = prober.probe(name, scorer, teacher.adapter, prompts[name])
                 probes[name] = run_async(work, timeout=PROBE_S, owner=f"the probe of teacher {name}")
     return table(probes), warnings_of(probes)
 
@@ -139,38 +138,43 @@ class _Prober:
         self.shared = shared_tokens(recipe, self.encode.tokenizer)
         self.generation = getattr(model, "generation_config", None)
 
-    async def probe(self, name: str, teacher: TorchEngine, prompts: Sequence[Prompt]) -> Probe:
+    async def probe(
+        self, name: str, teacher: TorchEngine, adapter: str | None, prompts: Sequence[Prompt]
+    ) -> Probe:
         shared = self.shared.get(name)
         encode = self.encode if shared is None else shared.encode
         ids = {prompt.uid: list(self.encode(prompt).ids) for prompt in prompts}
         seen = {p.uid: [*self._before(name, p, encode), *encode(p).ids] for p in prompts}
         answers = await self._answers(self.student, ids, self._sampling(self.encode, self.generation))
-        said: list[tuple[Tensor, Tensor]] = []
-        for uid, answer in answers.items():
-            if answer and shared is None:
-                both = (self.student, ids[uid], answer), (teacher, seen[uid], answer)
-                own, theirs = [await self._logprobs(*one) for one in both]
-                width = min(own.shape[1], theirs.shape[1])
-                said.append((own[:, :width], theirs[:, :width]))
-            elif answer and shared is not None and len((found := shared.align(answer)).pairs):
-                own = await self._logprobs(self.student, ids[uid], answer)
-                theirs = await self._logprobs(teacher, seen[uid], found.ids)
-                known = (shared.to_teacher >= 0).nonzero().squeeze(1)
-                mine, places = found.pairs.unbind(1)
-                said.append((own[mine][:, known], theirs[places][:, shared.to_teacher[known]]))
         judged = [prompt for prompt in prompts if prompt.answer is not None]
         scores = []
         for who, asked, coder in ((teacher, seen, encode), (self.student, ids, self.encode)):
+            if who is teacher and adapter is not None:  # engines sample without adapters
+                scores.append(math.nan)
+                continue
             generation = self.generation if coder is self.encode else teacher.model.generation_config
             found = await self._answers(who, asked, self._sampling(coder, generation, greedy=True))
             scores.append(self._score(judged, found, coder))
         distill = self.recipe.distill
         top_k = distill.top_k if distill is not None and distill.signal != "full" else TOP_K
-        both = [torch.cat(parts) for parts in zip(*said, strict=True)] or [torch.zeros(1, 1)] * 2
-        probe = compare(both[0], both[1], top_k, (scores[0], scores[1]))
+        sums, count = dict.fromkeys(MEASURES, 0.0), 0
+        for uid, answer in answers.items():
+            aligned = None if shared is None else shared.align(answer)
+            own = await self._logprobs(self.student, ids[uid], answer)
+            theirs = await self._logprobs(teacher, seen[uid], aligned.ids if aligned else answer, adapter)
+            if aligned is not None and shared is not None:
+                mine, places = aligned.pairs[(aligned.pairs < POSITIONS).all(1)].unbind(1)
+                known = (shared.to_teacher >= 0).nonzero().squeeze(1)
+                own, theirs = own[mine][:, known], theirs[places][:, shared.to_teacher[known]]
+            width = min(own.shape[1], theirs.shape[1])
+            if len(own):
+                one = compare(own[:, :width], theirs[:, :width], top_k, (scores[0], scores[1]))
+                sums = {what: total + len(own) * getattr(one, what) for what, total in sums.items()}
+            count += len(own)
         if shared is not None:
-            require_mass(name, probe.mass)
-        return replace(probe, shared=shared is not None)
+            require_mass(name, sums["mass"] / max(1, count))
+        means = {what: total / max(1, count) for what, total in sums.items()}
+        return Probe(**means, scores=(scores[0], scores[1]), shared=shared is not None)
 
     def _sampling(self, encode: Encoder, generation: Any, *, greedy: bool = False) -> Sampling:
         rollout = self.recipe.rollout
@@ -189,8 +193,12 @@ class _Prober:
         asked = (engine.generate(GenerateRequest(ids[uid], sampling, counters[uid])) for uid in ids)
         return {uid: g.tokens.tolist() for uid, g in zip(ids, await gather_all(asked), strict=True)}
 
-    async def _logprobs(self, engine: Engine, prompt: list[int], answer: list[int]) -> Tensor:
-        request = ScoreRequest([*prompt, *answer], len(prompt))
+    async def _logprobs(
+        self, engine: Engine, prompt: list[int], answer: list[int], adapter: str | None = None
+    ) -> Tensor:
+        """Return log-probabilities at the first POSITIONS tokens of a response."""
+        answer = answer[:POSITIONS]
+        request = ScoreRequest([*prompt, *answer], len(prompt), adapter=adapter)
         scores = await engine.score(request, ScoreOptions(hidden=True))
         assert scores.hidden is not None
         head = engine.head()
