@@ -170,7 +170,9 @@ def test_shared_tokens_have_equal_bytes_and_are_not_special(student: str, teache
     both = shared(student, teacher)
     own, theirs = (token_bytes(trained(kind)) for kind in (student, teacher))
     for mine, number in enumerate(both.to_teacher.tolist()):
-        if number >= 0:
+        if mine == trained(student).eos_token_id:
+            assert number == trained(teacher).eos_token_id
+        elif number >= 0:
             assert own[mine] == theirs[number]
             assert mine not in trained(student).all_special_ids
             assert number not in trained(teacher).all_special_ids
@@ -258,6 +260,22 @@ def test_check_shows_a_prompt_as_the_teacher_s_template_renders_it(thinks: bool)
     found = rendered("far", Prompt(0, "a", "a", "the cat", None, {}, 0, 0), tokens)
     assert "'<q>the cat<a>'" in found
     assert ("thinking" in found) == thinks
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_tokens_that_end_an_answer_are_compared_if_all_before_is_aligned(chat: bool) -> None:
+    teacher, ids = copy.deepcopy(trained("bytes")), ids_of("letters", "the cat")
+    teacher.add_special_tokens({"additional_special_tokens": ["<end>"]})  # pyright: ignore[reportArgumentType]
+    teacher.chat_template = "{% for m in messages %}<q>{{ m.content }}<end>{% endfor %}"
+    both = SharedTokens(trained("letters"), Encoder({"a": Task(kind="copy", chat=chat)}, teacher))
+    end, own_end = teacher.convert_tokens_to_ids("<end>" if chat else "</s>"), trained("letters").eos_token_id
+    found = both.align([*ids, own_end])
+    assert found.ids == [*ids_of("bytes", "the cat"), end]
+    assert found.pairs[-1].tolist() == [len(ids), len(found.ids) - 1]
+    assert both.to_teacher[own_end] == end
+    assert both.coverage([*ids, own_end]) == both.coverage(ids)
+    for changed in ([*ids], [*ids, own_end, *ids], [*ids, trained("letters").unk_token_id, own_end]):
+        assert end not in both.align(changed).ids
 
 
 def test_word_pieces_are_refused(tmp_path: Path) -> None:

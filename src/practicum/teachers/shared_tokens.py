@@ -34,7 +34,7 @@ ANCHOR = "\n"
 """Text before an answer when it is tokenised: some tokenizers treat the start of a text in another way."""
 LEAST_MASS = 0.5
 """Least mass of a teacher on the compared tokens, as a mean over the positions where it is compared."""
-_SPACE = "\u2581"
+_SPACE, _ANSWER = "\u2581", "xyzzy"
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
@@ -61,6 +61,16 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         else:
             found[number] = (token.replace(_SPACE, " ") if _SPACE in decoder else token).encode()
     return found
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> int | None:
+    """Return the token that ends an answer: the one that the chat template writes, or the end of a text."""
+    if chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(_ANSWER)[2]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return next((int(i) for i in ids if i in tokenizer.all_special_ids), None)
+    return tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -132,6 +142,10 @@ class SharedTokens:
                 by_bytes[theirs] = number
         self.to_teacher = torch.tensor([by_bytes.get(own, -1) if own else -1 for own in self._own])
         """The teacher's token of each of the student's, -1 where it has none."""
+        chat = any(task.chat for task in encode.tasks.values())
+        self._ends = [end_token(tokenizer, chat=chat) for tokenizer in (student, self.teacher)]
+        if (own_end := self._ends[0]) is not None and (their_end := self._ends[1]) is not None:
+            self.to_teacher[own_end] = their_end
         self._joins = lru_cache(_PAIRS)(self._would_join)
 
     @cached_property
@@ -141,10 +155,14 @@ class SharedTokens:
         return not compare_vocabularies(self.student, self.teacher, "", chat=chat)
 
     def align(self, response: Sequence[int]) -> Alignment:
-        """Return the alignment of an answer, up to a special token or a character that is cut."""
+        """Return the alignment of an answer, up to a special token or a character that is cut.
+
+        The tokens that end an answer are a pair, if all that precedes is aligned.
+        """
         own = [self._own[i] for i in response]
         until = next((i for i, part in enumerate(own) if not part), len(own))
-        text = _valid(b"".join(own[:until]))
+        whole = b"".join(own[:until])
+        text = _valid(whole)
         specials = [text.find(special) for special in self._special if special in text]
         text = text[: min(specials, default=len(text))]
         ids = self._tokenise(text)
@@ -161,12 +179,16 @@ class SharedTokens:
         chunks = [
             (slice(a, b), slice(c, d)) for (a, c), (b, d) in pairwise(common) if (b - a, d - c) != (1, 1)
         ]
+        if None not in self._ends and list(response[until:]) == self._ends[:1] and text.encode() == whole:
+            pairs.append((until, len(ids)))
+            ids = [*ids, *self._ends[1:]]
         return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), chunks)
 
     def coverage(self, response: Sequence[int]) -> Coverage:
         """Count the tokens of an answer but special ones."""
         strict = set(self.align(response).pairs[:, 0].tolist())
         texts = [place for place, token in enumerate(response) if self._own[token]]
+        strict &= set(texts)
         numerals = [place for place in texts if self._numeral(response[place])]
         return Coverage(len(texts), len(strict), len(numerals), sum(place in strict for place in numerals))
 
@@ -210,7 +232,7 @@ class SharedTokens:
         """Return these tokens of the teacher, -1 for those that it would join with the one before."""
         rows = zip(places.tolist(), tokens_NK.tolist(), strict=True)
         kept = [
-            [-1 if t >= 0 and place and self._joins(ids[place - 1], t) else t for t in row]
+            [-1 if place and self._theirs[t] and self._joins(ids[place - 1], t) else t for t in row]
             for place, row in rows
         ]
         return torch.tensor(kept, dtype=torch.int64).reshape(tokens_NK.shape)
