@@ -269,12 +269,14 @@ def test_the_tokens_that_end_an_answer_are_compared_if_all_before_is_aligned(cha
     teacher.chat_template = "{% for m in messages %}<q>{{ m.content }}<end>{% endfor %}"
     both = SharedTokens(trained("letters"), Encoder({"a": Task(kind="copy", chat=chat)}, teacher))
     end, own_end = teacher.convert_tokens_to_ids("<end>" if chat else "</s>"), trained("letters").eos_token_id
+    assert isinstance(end, int)
+    assert isinstance(own_end, int)
     found = both.align([*ids, own_end])
     assert found.ids == [*ids_of("bytes", "the cat"), end]
     assert found.pairs[-1].tolist() == [len(ids), len(found.ids) - 1]
     assert both.to_teacher[own_end] == end
     assert both.coverage([*ids, own_end]) == both.coverage(ids)
-    for changed in ([*ids], [*ids, own_end, *ids], [*ids, trained("letters").unk_token_id, own_end]):
+    for changed in (ids, [*ids, own_end, *ids], [*ids, own_end, own_end]):
         assert end not in both.align(changed).ids
 
 

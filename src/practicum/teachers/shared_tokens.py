@@ -38,9 +38,9 @@ _SPACE, _ANSWER = "\u2581", "xyzzy"
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the bytes that each token stands for; special tokens stand for none.
+    """Return the bytes of each token. Special tokens have none.
 
-    Byte-level vocabularies, those of sentencepiece and plain text are known; others are a RecipeError.
+    Supports byte-level, SentencePiece and plain-text vocabularies. Raise RecipeError for others.
     """
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
@@ -185,7 +185,7 @@ class SharedTokens:
         return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), chunks)
 
     def coverage(self, response: Sequence[int]) -> Coverage:
-        """Count the tokens of an answer but special ones."""
+        """Count the tokens of a response, without special ones."""
         strict = set(self.align(response).pairs[:, 0].tolist())
         texts = [place for place, token in enumerate(response) if self._own[token]]
         strict &= set(texts)
@@ -213,7 +213,7 @@ class SharedTokens:
     def request(
         self, prompt: Prompt, before: str, response: Sequence[int], top_RK: Tensor | None, name: str
     ) -> tuple[ScoreRequest, Alignment]:
-        """Return what the teacher is asked about an answer; `top_RK` are the student's most likely tokens."""
+        """Return the request to the teacher for a response. `top_RK` are the student's most likely tokens."""
         found = self.align(response)
         asked = (
             [int(i) for i in self.teacher(before, add_special_tokens=False)["input_ids"]] if before else []
@@ -281,7 +281,7 @@ def require_mass(name: str, mass: float) -> None:
 
 
 def shared_tokens(recipe: Recipe, student: PreTrainedTokenizerBase) -> dict[str, SharedTokens]:
-    """Return the shared tokens of each teacher with another tokenizer; none if the recipe compares by id."""
+    """Return the shared tokens of each teacher with another tokenizer, or {} if the recipe compares by id."""
     if recipe.distill is None or recipe.distill.signal != "shared":
         return {}
     found = {}
