@@ -96,7 +96,7 @@ def test_a_server_with_another_tokenizer_is_compared_at_the_same_sampled_tokens(
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-6)
     covered = [row["train/teacher_coverage"] for row in metrics_of(tmp_path / "here")[1:]]
     assert covered == [row["train/teacher_coverage"] for row in metrics_of(tmp_path / "there")[1:]]
-    assert 0 < min(covered) <= max(covered) < 1  # end tokens are never compared
+    assert 0 < min(covered) <= max(covered) < 1
 
 
 def test_a_teacher_that_shares_too_little_is_refused(

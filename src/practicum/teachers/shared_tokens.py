@@ -232,7 +232,7 @@ class SharedTokens:
         """Return these tokens of the teacher, -1 for those that it would join with the one before."""
         rows = zip(places.tolist(), tokens_NK.tolist(), strict=True)
         kept = [
-            [-1 if place and self._theirs[t] and self._joins(ids[place - 1], t) else t for t in row]
+            [-1 if t < 0 or (place and self._joins(ids[place - 1], t)) else t for t in row]
             for place, row in rows
         ]
         return torch.tensor(kept, dtype=torch.int64).reshape(tokens_NK.shape)
@@ -247,7 +247,8 @@ class SharedTokens:
             both = (self._theirs[first] + self._theirs[second]).decode()
         except UnicodeDecodeError:  # parts of characters: unknown
             return False
-        return self._tokenise(alone) == [first] and self._tokenise(both) != [first, second]
+        is_text = alone != both  # the token that ends an answer is not
+        return is_text and self._tokenise(alone) == [first] and self._tokenise(both)[:-1] != [first]
 
     def scores(self, found: Alignment, scores: Scores, length: int, top_RK: Tensor | None) -> Scores:
         """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none.
