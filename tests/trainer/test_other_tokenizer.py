@@ -71,6 +71,7 @@ def test_a_student_learns_from_a_teacher_with_another_tokenizer(
     train_loaded(loaded, tmp_path / placement)
     log = (tmp_path / placement / "log.txt").read_text()
     assert (found[1] in log) == (placement == "colocated"), "the first step shows the same table"
+    assert "another tokenizer" in log
     rows = metrics_of(tmp_path / placement)[1:]
     assert all(0 < row["train/teacher_coverage"] <= 1 for row in rows)
     assert all(row["teacher/far/coverage"] == pytest.approx(row["train/teacher_coverage"]) for row in rows)

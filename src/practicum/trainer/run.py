@@ -155,6 +155,7 @@ class Trainer:
         self.failures = Failures(view.say, folder.log)
         self.learning = LearningWatch(Signal.of(recipe))
         self._to_warn_of = list(checked.warnings)
+        self._to_log = [finding for finding in checked.findings if finding.startswith("teacher ")]
         self._is_enough = self._loop_rewards = False  # on_step has returned True; a loop returns rewards
         self._began = time.monotonic()
 
@@ -215,6 +216,8 @@ class Trainer:
             self._record(0, dict(first.scores), {"eval": first.answers})
             if self.recipe.train.steps >= PROBED_STEPS:
                 self.view.stage("teachers")
+                for finding in self._to_log:
+                    self.folder.log(finding)
                 table, doubts = self.roles.compare_teachers()
                 for line in table:
                     self._report(line)
