@@ -59,14 +59,12 @@ def test_only_tokens_of_both_are_compared_and_denominators_stay(divergence: str,
             total = total + d.detach() + d**2 / 2 - (d**2 / 2).detach()
             continue
         own, theirs = logprobs_MV[i, ids[ids >= 0]], best[ids >= 0]
-        weight = 1.0
         if match == SHARED_TOKEN:
-            weight = own.detach().exp().sum() * theirs.exp().sum()
             own, theirs = own.log_softmax(-1), theirs.log_softmax(-1)
         else:
             own, theirs = (torch.cat([x, torch.log1p(-x.exp().sum()).unsqueeze(0)]) for x in (own, theirs))
         a, b = (own, theirs) if divergence == "reverse_kl" else (theirs, own)
-        total = total + weight * (a.exp() * (a - b)).sum()
+        total = total + (a.exp() * (a - b)).sum()
     loss = total / sampled_M.sum()
     loss.backward()
     assert mine.loss == pytest.approx(float(loss.detach()), rel=1e-8)

@@ -218,8 +218,7 @@ def shared_divergence(
     """Compare over the given tokens alone, both sides scaled to sum to 1 there. An id of -1 means no token.
 
     So a teacher with another vocabulary is compared where it has the student's tokens. With fewer than two of
-    them the divergence is 0. It is weighted by the mass of both on these tokens: a teacher that wants another
-    one, such as a longer one that begins alike, says little about the choice among these.
+    them the divergence is 0.
     """
     known_CK = ids_CK >= 0
 
@@ -232,10 +231,7 @@ def shared_divergence(
     with torch.no_grad():  # the bits that engines compute; slopes add up to 0, so a normaliser has none
         logprobs_CK = logprobs_at(logits_CV, ids_CK.clamp_min(0))
     own_CK = among(logprobs_CK + (own_CK - own_CK.detach()))
-    loss_C, gap_C = full_divergence(kind, own_CK, among(teacher_logprobs_CK.to(own_CK.dtype)), beta=beta)
-    both = logprobs_CK, teacher_logprobs_CK.detach()
-    masses = [x.exp().masked_fill(~known_CK, 0.0).sum(-1) for x in both]
-    return loss_C * (masses[0] * masses[1]).clamp_max(1.0).to(loss_C.dtype), gap_C
+    return full_divergence(kind, own_CK, among(teacher_logprobs_CK.to(own_CK.dtype)), beta=beta)
 
 
 @torch.no_grad()
