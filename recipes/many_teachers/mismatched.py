@@ -10,16 +10,16 @@ from practicum.parts import BatchRef, Columns, Ragged, StepInfo, stage
 
 NO_MATCH, SHARED_TOKEN, NUMERAL = 0, 1, 4
 _READ = ["rollout_logprobs", "response_mask", "teacher_logprobs", "teacher_match"]
-_COLUMNS = {"reads": _READ, "writes": ["teacher_logprobs", "teacher_match"]}
+_WRITTEN = ["teacher_logprobs", "teacher_match"]
 
 
-@stage(after="pad", **_COLUMNS)
+@stage(after="pad", reads=_READ, writes=_WRITTEN)
 def leave_out(rank, batch: BatchRef, columns: Columns, step: StepInfo):
     """Compare strict positions alone."""
     return centred(columns, *(columns.ragged(name).values for name in ("teacher_logprobs", "teacher_match")))
 
 
-@stage(after="pad", **_COLUMNS)
+@stage(after="pad", reads=_READ, writes=_WRITTEN)
 def include(rank, batch: BatchRef, columns: Columns, step: StepInfo):
     """Compare mismatched chunks by their logprobs; the difference is shared out evenly over the tokens.
 
