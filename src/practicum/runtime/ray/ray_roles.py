@@ -182,6 +182,9 @@ class RayRoles:
             rollouts.append(RolloutRole(plan, self.store, workers, *others, **options))
         return rollouts
 
+    def compare_teachers(self) -> tuple[list[str], list[str]]:
+        return [], []
+
     def describe(self) -> list[str]:
         timeout = self.recipe.runtime.stage_s
         lines = self.pools.rollout.call_each(timeout, RolloutWorker.describe)
