@@ -4,7 +4,7 @@ Algebra libraries choose by the shapes of a product how they add up. In these sh
 in a row's result, to the bit: products have a multiple of ROWS rows (`padded_tokens` for a whole model),
 attention has a multiple of ROWS queries and `padded_keys` keys. So a token has the same keys, values and
 logprobs whether it is decoded, prefilled, continued from cached keys and values, scored or trained on, and
-whatever its neighbours are. Found by comparing bits; the torch engine's probe proves it where it runs.
+whatever its neighbours are. Found by comparing bits. The torch engine's probe proves it where it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _fewest_rows() -> int:
 ROWS = _fewest_rows()
 """Products with fewer rows, or with some left over, take other ways through the algebra libraries."""
 SIZES = 8
-"""Numbers of rows from one power of two to the next, in products without gradients."""
+"""Numbers of rows from one power of two to the next."""
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 LANES, NUMBERS_OF_A_THREAD = 64 if _WIDE else 32, 32_768
 """Activations on a CPU take this many numbers at once (in bfloat16, half of them in float32), and another
@@ -53,19 +53,16 @@ def padded_rows(count: int) -> int:
 def rounded_rows(count: int) -> int:
     """Return the next of few numbers of rows: multiples of ROWS, and SIZES of them up to twice as many.
 
-    oneDNN compiles code for each number of rows that it meets, which costs a millisecond and 0.3 MB.
+    oneDNN compiles code for each number of rows that it meets, which costs a millisecond and 0.3 MB. Code
+    that comes and goes also cuts freed memory into pieces, by which the process grows.
     """
     step = max(ROWS, 2 ** (max(count, 1).bit_length() - 1) // SIZES)
     return -(-count // step) * step if switch.ENABLED else count
 
 
 def padded_tokens(count: int, width: int) -> int:
-    """Return the number of rows that tokens are padded to before activations of this width.
-
-    Without gradients it is one of few, with gradients the next possible one: sums over rows, such as
-    gradients of weights, are rounded in an order that depends on their number.
-    """
-    rows = padded_rows(count) if torch.is_grad_enabled() else rounded_rows(count)
+    """Return the number of rows that tokens are padded to before activations of this width, one of few."""
+    rows = rounded_rows(count)
     while not is_even(rows, width):
         rows += ROWS
     return rows
@@ -82,7 +79,7 @@ def is_even(rows: int, width: int) -> bool:
 
 
 def mlp_width(model: nn.Module) -> int:
-    """Return the width of a model's layers between attention; LANES if its config does not say."""
+    """Return the width of a model's MLP layers, by default LANES."""
     config: Any = getattr(model, "config", None)
     width = config and getattr(config.get_text_config(), "intermediate_size", None)
     return width if width and isinstance(width, int) else LANES
@@ -111,7 +108,10 @@ def _parts() -> tuple[int, int]:
 
 
 def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
-    """Add rows of 0 after the last one, up to this many; unset, up to a number that products have."""
+    """Add rows of 0 after the last one, up to this many.
+
+    By default, add up to a number that products have.
+    """
     more = (padded_tokens(len(x_N), LANES) if rows is None else rows) - len(x_N)
     return pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, more)) if more else x_N
 

@@ -42,7 +42,7 @@ class RowTable(Generic[Cell]):
         names: Sequence[str],
         cells: Sequence[Sequence[Cell]],
     ) -> list[Cell]:
-        """Set these fields of these rows, `cells[i]` being those of row i; return the replaced cells.
+        """Set these fields of these rows, `cells[i]` being those of row i. Return the replaced cells.
 
         `spans` are the rows' tokens by extent. Without `tags` the rows must exist and keep theirs.
         """
@@ -68,7 +68,7 @@ class RowTable(Generic[Cell]):
         return replaced
 
     def rows(self, partition: str, keys: Sequence[PlainKey]) -> list[Row[Cell]]:
-        """Return these rows; one that is missing is a StoreError."""
+        """Return these rows. Raise StoreError if one is missing."""
         by_key = self.partitions.get(partition, {})
         try:
             return [by_key[key] for key in keys]
@@ -79,7 +79,7 @@ class RowTable(Generic[Cell]):
             ) from None
 
     def cells(self, partition: str, keys: Sequence[PlainKey], name: str) -> list[Cell]:
-        """Return a field's cell of each of these rows; a missing row or field is a StoreError."""
+        """Return a field's cell of each row. Raise StoreError if a row or the field is missing."""
         rows = self.rows(partition, keys)
         try:
             return [row.cells[name] for row in rows]
@@ -102,7 +102,7 @@ class RowTable(Generic[Cell]):
             row.tags = new
 
     def clear(self, partition: str, keys: Sequence[PlainKey] | None) -> list[Any]:
-        """Forget these rows, all of which must exist, or the whole partition; return their cells."""
+        """Forget these rows, all of which must exist, or the whole partition. Return their cells."""
         by_key = self.partitions.get(partition, {})
         keys = list(by_key) if keys is None else list(dict.fromkeys(keys))
         rows = self.rows(partition, keys)
@@ -133,7 +133,7 @@ def _merged_spans(
     spans: Mapping[str, Sequence[int]],
     names: Sequence[str],
 ) -> list[dict[str, int]]:
-    """Return the tokens of each row by extent once `names` are put; columns that disagree are a StoreError.
+    """Return the tokens of each row by extent after `names` are put. Raise StoreError if columns disagree.
 
     A length may change only if every column of that extent changes with it.
     """

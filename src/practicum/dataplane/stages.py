@@ -64,7 +64,7 @@ class OwnStage:
     about: str
 
     def spec(self, use: str) -> StageSpec:
-        """Register its fields in this process; return its line of the stage table.
+        """Register its fields in this process. Return its row of the stage table.
 
         `use` is how the recipe names it.
         """

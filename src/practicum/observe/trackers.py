@@ -115,7 +115,7 @@ class OwnTracker:
 
 
 def table_rows(answers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the first answers as rows of `COLUMNS`; a column holds numbers or texts, never both."""
+    """Return the first answers as rows of `COLUMNS`. A column holds numbers or texts, never both."""
     return [[_cell(name, answer.get(name)) for name in COLUMNS] for answer in answers[:TABLE_ROWS]]
 
 
@@ -136,7 +136,7 @@ def _markdown(cell: float | str | None) -> str:
 
 
 def lasting_id(file: Path) -> str:
-    """Return the id in this file, which a tracker knows the run by; a new one if there is none."""
+    """Return the tracker's id of the run from this file, or create one."""
     if not file.exists():
         file.write_text(uuid.uuid4().hex)
     return file.read_text()

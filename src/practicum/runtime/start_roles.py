@@ -54,6 +54,10 @@ class Roles(Protocol):
         """Describe engines with their own processes, in sentences for the log."""
         ...
 
+    def compare_teachers(self) -> tuple[list[str], list[str]]:
+        """Return a table of the teachers in this process beside the student, and warnings."""
+        ...
+
     def refresh_copies(self, step: int) -> None:
         """Before a step, have copies of the student take its weights if the recipe says so."""
         ...
@@ -63,11 +67,14 @@ class Roles(Protocol):
         ...
 
     def publish(self, step: int) -> None:
-        """Keep the learner's weights as those after this step; without a lag the engines take them now."""
+        """Keep the learner's weights as the version after this step.
+
+        Without a lag, load them into the engines.
+        """
         ...
 
     def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
-        """Inside, the engines of `rollouts[copy]` have the weights after this step."""
+        """Context manager in which the engines of `rollouts[copy]` have the weights after this step."""
         ...
 
     def version_of(self, step: int) -> int:
@@ -93,7 +100,7 @@ class Roles(Protocol):
         ...
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> Any:
-        """Continue from what `save` wrote; the engines get the weights too."""
+        """Restore what `save` wrote, and load the weights into the engines."""
         ...
 
     def export(self, folder: Path) -> None:
@@ -110,7 +117,7 @@ class Roles(Protocol):
 def start_roles(
     recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None, folder: Path | None = None
 ) -> Roles:
-    """Start all roles in the runtime that the recipe names; if that fails, nothing stays behind.
+    """Start all roles in the recipe's runtime. If that fails, stop those that were started.
 
     With `record`, whoever holds rows that are recorded writes them there. `folder` is the run's, which every
     host must see.

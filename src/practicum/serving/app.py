@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from practicum.processes.http_server import Refusal, make_app, read_body, sent_key
+from practicum.processes.http_server import Refusal, json_response, make_app, read_body, sent_key
 from practicum.serving.completions import RequestScorer
 
 
@@ -46,7 +46,7 @@ def scoring_app(
             {"id": name, **entry, "root": root, "parent": None if name == scorer.name else scorer.name}
             for name, root in roots.items()
         ]
-        return JSONResponse({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     async def completions(request: Request) -> Response:
         check_key(request)

@@ -54,7 +54,7 @@ class ColumnLocations(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """A put that is referred to by `cells` (row, field) pairs; it is freed with the last of them."""
+    """A put that is referred to by `cells` (row, field) pairs. It is freed with the last of them."""
 
     locator: Any
     cells: int
@@ -75,7 +75,7 @@ class RowLocations(RowTable[_Cell]):
         return _freed(super().clear(partition, keys))
 
     def locate(self, partition: str, keys: Sequence[PlainKey], names: Sequence[str]) -> ColumnLocations:
-        """Return where these fields of these rows are; a row or a field that is missing is an error."""
+        """Return where these fields of these rows are. Raise StoreError if a row or a field is missing."""
         numbers: dict[_Source, int] = {}
         columns = {
             name: [
@@ -123,7 +123,7 @@ class StoreIndex:
         """By partition, the ends of puts that are being copied."""
 
     async def call(self, method: str, args: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, list[Any]]:
-        """Call a method of `RowLocations` with pickled arguments; `decode_answer` reads the result.
+        """Call a method of `RowLocations` with pickled arguments. `decode_answer` reads the result.
 
         What is read or cleared of a whole partition includes puts that are in flight there.
         """

@@ -98,7 +98,7 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str, step: int, part: str = "", rows: int = 0) -> Iterator[None]:
-        """Record that a stage, or a part of it such as one teacher, runs here inside; step 0 is left out.
+        """Record the time of a stage, or of a part such as one teacher, in a context. Step 0 isn't recorded.
 
         Calls that overlap are one span.
         """

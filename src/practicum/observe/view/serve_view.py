@@ -1,4 +1,4 @@
-"""`practicum view`: from the given folders to a page that is served until Ctrl-C."""
+"""`practicum view`: serve a page for the given run folders until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _DEPTH = 3
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunView]:
-    """Return the runs of these folders, each a run or a folder of runs; without any, those below ./runs.
+    """Return the runs of these folders, each a run or a folder of runs.
 
-    A folder that holds none is a PracticumError that says what was expected.
+    By default, those below ./runs. A folder that holds none is a PracticumError that says what was
+    expected.
     """
     paths: list[Path] = []
     for folder in folders or [Path("runs")]:
@@ -40,8 +41,8 @@ def find_runs(folders: Sequence[Path]) -> list[RunView]:
         found = [marker for marker in markers if "practicum" in read_mapping(marker)]
         if not found:
             raise PracticumError(
-                f"There is no run in {folder}: expected a folder of a run, such as runs/NAME, or of runs. "
-                "`practicum demo` or `practicum train RECIPE` makes one"
+                f"no run found in {folder}: expected a run folder such as runs/NAME, or a folder of runs. "
+                "Start one with `practicum demo` or `practicum train RECIPE`"
             )
         paths += [marker.parent for marker in sorted(found, key=lambda marker: -marker.stat().st_mtime)]
     return name_runs(paths)
@@ -59,7 +60,10 @@ def name_runs(folders: Sequence[Path]) -> list[RunView]:
 
 
 def listen(port: int | None) -> socket.socket:
-    """Return a socket on this machine alone; without a port the usual one, or any if that is in use."""
+    """Return a socket on this machine alone.
+
+    Without a port, use the usual one, or a free one if that is in use.
+    """
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -100,7 +104,7 @@ def serve_runs(
 
 
 def make_server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
-    """Return a server over these runs; it ends when its `should_exit` is set."""
+    """Return a server over these runs. It ends when its `should_exit` is set."""
     app = make_app(runs, token, lambda: server.should_exit)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
     server = uvicorn.Server(config)
@@ -109,7 +113,7 @@ def make_server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
 
 @contextmanager
 def view_beside(folders: Sequence[Path], port: int | None = None) -> Iterator[str]:
-    """Serve a page over runs that train meanwhile, in a separate process; yields its address.
+    """Serve a page over runs that train meanwhile, in a separate process. Yield its address.
 
     The process ends with this context, and with this process, however that ends: its standard input closes.
     """

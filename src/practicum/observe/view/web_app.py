@@ -80,7 +80,7 @@ def cookie_name(request: Request) -> str:
 
 
 def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool]) -> Starlette:
-    """Return the application over these runs; nothing else of the file system can be asked for.
+    """Return the application for these runs. It serves nothing else of the file system.
 
     `is_ending` returns True once the server waits for open pages to close their connections.
     """
@@ -164,9 +164,10 @@ numbers in order."""
 
 
 async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yield server-sent events: the ids of runs whose files have changed; else a comment now and then.
+    """Yield server-sent events: the ids of runs whose files have changed.
 
-    All are named at first: they may have changed since the page asked for them.
+    Otherwise, yield a comment now and then. All are named at first: they may have changed since the page
+    asked for them.
     """
     stamps: dict[str, Any] = {}
     yield "retry: 1000\n\n"
@@ -188,7 +189,7 @@ async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncI
 
 
 def static(name: str) -> Response:
-    """Return a file of the page; nothing outside of its folder."""
+    """Return a file of the page, and nothing outside of its folder."""
     parts = name.split("/")
     path = STATIC.joinpath(*parts)
     if any(part in ("", ".", "..") for part in parts) or not name.endswith(SUFFIXES) or not path.is_file():

@@ -10,7 +10,7 @@ from practicum.recipe.schema.recipe import Recipe, RewardFunction
 
 
 def check_reward(recipe: Recipe) -> Iterator[RecipeError]:
-    """Yield every problem of reward functions and reward models."""
+    """Yield all problems of reward functions and reward models."""
     models = recipe.reward.models
     lists: dict[str, list[RewardFunction] | None] = {"reward.functions": recipe.reward.functions}
     lists |= {f"tasks.{name}.rewards": task.rewards for name, task in recipe.tasks.items()}
