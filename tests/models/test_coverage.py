@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,29 @@ def test_other_vision_models_are_refused_by_their_type(tmp_path: Path):
     for run in (lambda: pr.check(recipe(folder)), lambda: plan(file), lambda: resolve(ServeOptions(folder))):
         with pytest.raises(RecipeError, match="qwen3_vl is"):
             run()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"hidden_size": "abc"}, "hidden_size"),
+        ({"layer_types": ["conv"]}, "layer_types"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"conv_L_cache": 0}, "shapes"),
+        ({"num_hidden_layers": 5, "layer_types": ["conv"] * 4 + ["full_attention"]}, "lack"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    folders: dict[str, str], tmp_path: Path, wrong: dict[str, Any], why: str
+):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["lfm2"], folder)
+    config = json.loads((file := folder / "config.json").read_text())
+    file.write_text(json.dumps(config | wrong))
+    for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
+        for asked in (recipe(str(folder)), recipe(folders["llama"], str(folder))):
+            with pytest.raises((RecipeError, RecipeErrors), match=why):
+                run(asked)
 
 
 def test_serve_refuses_what_train_does(folders: dict[str, str]):
