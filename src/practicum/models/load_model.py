@@ -107,9 +107,7 @@ def load_model(
 
 
 def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the recipe's model from its config, without weights and adapter, and optionally in another
-    `dtype`.
-    """
+    """Return the recipe's model from its config (or in `dtype`), without weights and adapter."""
     if spec.path is None:
         assert spec.random_init is not None
         config = made_config(spec.random_init, load_tokenizer(spec))
