@@ -293,10 +293,7 @@ def test_the_first_step_is_as_long_at_every_rank():
     [
         ("q_prj", r"(?s)q_prj, expected.*did you mean q_proj"),
         ("nothing", r"such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
-        (
-            "lm_head",
-            r"found lm_head, expected endings",
-        ),
+        ("lm_head", r"found lm_head, expected endings"),
         ("input_layernorm", r"found input_layernorm, expected endings"),
     ],
 )

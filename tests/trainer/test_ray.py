@@ -257,11 +257,7 @@ def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
         "tasks": {"file": {"file": "rows.jsonl"}, "compare": {"kind": "compare"}},
         "reward": {"functions": [function], "models": {"judge": judge}},
         "algorithm": {"advantage": "remax", "kl": {"place": "reward", "target": 0.1}},
-        "agent": {
-            "loop": "of_the_user:loop",
-            "tools": [{"use": "of_the_user:twice"}],
-            "on_failure": "retry",
-        },
+        "agent": {"loop": "of_the_user:loop", "tools": [{"use": "of_the_user:twice"}], "on_failure": "retry"},
         "train": STEPS | {"steps": 2},
     }
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")

@@ -21,10 +21,7 @@ TESTED = "0.32"
 try:
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        _place_kernel_tensors,
-        get_layerwise_info,
-    )
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
     from vllm.platforms import current_platform
     from vllm.v1.sample.sampler import Sampler
 except ImportError as error:

@@ -89,12 +89,7 @@ class AdvantageRole:
         return written, stats
 
     def _estimate(
-        self,
-        columns: Columns,
-        mask_N: Tensor,
-        session_N: Tensor,
-        prompts: list[int],
-        step: StepInfo,
+        self, columns: Columns, mask_N: Tensor, session_N: Tensor, prompts: list[int], step: StepInfo
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return advantages, returns with a critic, and counts. `prompts` are those of the sessions."""
         algorithm, distill, weight = self.algorithm, self.distill, self.reward_weight

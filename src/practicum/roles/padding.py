@@ -18,13 +18,7 @@ from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
-from practicum.learning.minibatches import (
-    Cut,
-    assign_ranks,
-    partition,
-    spare_padding,
-    spread,
-)
+from practicum.learning.minibatches import Cut, assign_ranks, partition, spare_padding, spread
 from practicum.learning.parallel import Parallel
 from practicum.models.experts import routes_of
 from practicum.models.vision import AXES

@@ -109,10 +109,7 @@ class PromptStream:
 
 
 def make_stream(
-    tasks: Mapping[str, Task],
-    seed: int,
-    needs_answer: Collection[str] = (),
-    left_out: LeftOut | None = None,
+    tasks: Mapping[str, Task], seed: int, needs_answer: Collection[str] = (), left_out: LeftOut | None = None
 ) -> PromptStream:
     """Return the stream of a recipe's tasks. Rows of tasks in `needs_answer` must have an answer."""
     sources: list[Source] = []

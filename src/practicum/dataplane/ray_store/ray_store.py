@@ -15,13 +15,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import (
-    GetTimeoutError,
-    ObjectLostError,
-    ObjectStoreFullError,
-    RayActorError,
-    RayTaskError,
-)
+from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, RayActorError, RayTaskError
 
 from practicum.compat.ray import on_host
 from practicum.dataplane.batch import BatchRef, expand, plain_keys, plain_tags

@@ -152,9 +152,7 @@ class Route(Section):
         False, "Project each update so that, to first order, no teacher's loss in a domain increases."
     )
     measure_every: int = key(
-        1,
-        "Steps between measurements of each teacher's share of gradient and update; 0 disables them.",
-        ge=0,
+        1, "Steps between measurements of each teacher's share of gradient and update; 0 disables them.", ge=0
     )
 
     @property
