@@ -115,8 +115,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def _module(device: torch.device, name: str, *args: Any) -> Any:
-    """Call a function of torch's module for this kind of device, or return None if it has no such
-    function."""
+    """Call a function of torch's module for this kind of device. Return None if it has no such function."""
     import torch
 
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)

@@ -247,8 +247,7 @@ def gradient_shares(rows: Rows, targets: Mapping[str, float]) -> dict[str, tuple
         for metric, share in row.items():
             if metric.startswith("teacher/") and metric.endswith("/gradient_share"):
                 name = metric.removeprefix("teacher/").removesuffix("/gradient_share")
-                prompts = row.get(f"teacher/{name}/prompts_share", 0.0)
-                shares[name] = share, float(targets.get(name, prompts))
+                shares[name] = share, float(targets.get(name, row.get(f"teacher/{name}/prompts_share", 0.0)))
     return shares
 
 

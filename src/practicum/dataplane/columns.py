@@ -172,8 +172,7 @@ def _padding_column(field: Field, count: int, end_id: int, widths: Mapping[str, 
     if field.padding == "positions":
         value = torch.arange(shape[0]).repeat_interleave(prod(shape[1:])).view(shape).to(dtype_of(field))
     else:
-        fill = end_id if field.padding == "end_token" else 0
-        value = torch.full(shape, fill, dtype=dtype_of(field))
+        value = torch.full(shape, end_id if field.padding == "end_token" else 0, dtype=dtype_of(field))
     # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
     values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
     if field.extent == "scalar":

@@ -38,8 +38,7 @@ INSTEAD = {"loss": ("reward",), "KL of update": ("KL to teachers", "KL to refere
 
 
 class ProgressView:
-    """Shows step, time left, reward, evaluation and KL over the steps, where the time goes, the newest
-    sample and warnings."""
+    """Shows the step, time left, curves, where the time goes, the newest sample and warnings."""
 
     def __init__(self, name: str, steps: int, done: int = 0, console: Console | None = None) -> None:
         self.name, self.steps = plain(name), steps

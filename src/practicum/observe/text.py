@@ -51,8 +51,7 @@ def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     head = max(1, (width - 1) * 2 // 3)
-    tail = max(0, width - 1 - head)
-    return f"{text[:head]}…{text[len(text) - tail :]}"
+    return f"{text[:head]}…{text[len(text) - max(0, width - 1 - head) :]}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -86,8 +85,7 @@ def score_table(title: str, rows: Mapping[str, Mapping[str, float]], columns: Se
     for column in columns:
         table.add_column(Text(plain(column)), justify="right")
     for name, scores in rows.items():
-        shown = [f"{scores[c]:.3f}" if c in scores else "–" for c in columns]
-        table.add_row(Text(plain(name)), *shown)
+        table.add_row(Text(plain(name)), *[f"{scores[c]:.3f}" if c in scores else "–" for c in columns])
     return table
 
 

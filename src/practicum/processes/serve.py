@@ -112,8 +112,7 @@ def _leave(code: int) -> NoReturn:
 
 
 class _Server:
-    """Handles calls concurrently. Calls of one message start together, and replies of one iteration of the
-    event loop are sent together."""
+    """Handles calls concurrently. Replies of one iteration of the event loop are sent together."""
 
     def __init__(self, pipe: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._pipe, self._loop = pipe, loop

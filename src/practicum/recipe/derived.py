@@ -55,8 +55,7 @@ config.json, transformers would load both."""
 
 
 def adapter_folder(named: str) -> Path | None:
-    """Return the adapter folder of a path: the path itself, or a folder in an export. None if neither
-    exists."""
+    """Return the adapter folder of a path: itself, or a folder in an export. None if neither exists."""
     folder = Path(named).expanduser()
     return next((f for f in (folder, folder / EXPORTED) if os.path.isfile(f / ADAPTER_CONFIG)), None)
 
@@ -94,8 +93,7 @@ def model_traits(model: Model) -> Traits:
 
 
 def folder_config(path: str | None) -> dict[str, Any]:
-    """Return the config of a model's folder, or {} for a hub name or a missing folder, which checks
-    report."""
+    """Return the config of a model's folder, or {} for a hub name or a missing folder."""
     try:
         config = json.loads((Path(path or "").expanduser() / "config.json").read_text())
     except (OSError, ValueError):
@@ -104,8 +102,7 @@ def folder_config(path: str | None) -> dict[str, Any]:
 
 
 def saved_parameters(folder: Path) -> int | None:
-    """Count the parameters in a folder's safetensors files from their headers, or return None without
-    files."""
+    """Count the parameters in a folder's safetensors files by their headers, or return None."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:

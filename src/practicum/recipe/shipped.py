@@ -62,8 +62,7 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     named = [root / name for name in re.findall(r"recipes/([\w/-]+\.yaml)", readme)] if whole else []
     for recipe in [*recipes, *(file for file in named if not file.is_relative_to(source))]:
         for file in base_files(recipe):
-            inside = file.is_relative_to(source)
-            files[file] = target / file.relative_to(source if inside else root)
+            files[file] = target / file.relative_to(source if file.is_relative_to(source) else root)
     if target.exists() and not target.is_dir():
         raise PracticumError(f"{target} is a file: choose another folder with practicum init NAME DIR")
     if there := sorted(str(copy) for copy in files.values() if os.path.lexists(copy)):

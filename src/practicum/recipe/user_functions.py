@@ -24,8 +24,7 @@ _passed: dict[str, Any] = {}
 
 
 def split_function(use: str) -> tuple[str, str, str] | None:
-    """Split `[folder/]package.module:function` into folder ("" if none), module and function, or return
-    None."""
+    """Split `[folder/]package.module:function` into folder ("" if none), module and function, or None."""
     match = _USE.fullmatch(use)
     return (match["folder"] or "", match["module"].removesuffix(".py"), match["name"]) if match else None
 

@@ -193,9 +193,8 @@ class PromptedJudge(Judge):
         self.spec, self._tokenizer, self._context = spec, tokenizer, context
         stop = stop_ids(getattr(model, "generation_config", None), tokenizer)
         self._sampling = Sampling(max_new_tokens=spec.max_new_tokens, stop=stop, greedy=True)
-        tokens = spec.batch_tokens
         self._engine = TorchEngine(
-            model, slots=SLOTS, context=context, prefill_tokens=tokens, owns_weights=True
+            model, slots=SLOTS, context=context, prefill_tokens=spec.batch_tokens, owns_weights=True
         )
         self.sleeper, self.close = self._engine, self._engine.close
 

@@ -95,8 +95,7 @@ class RemoteJudge(Client, Judge):
         else:
             body["input"] = case.prompt + case.response
         # In vLLM, /classify is next to /v1, not below it.
-        base = self.url.removesuffix("/v1")
-        response = await self.ask("POST", "/classify", body, case.name, base=base)
+        response = await self.ask("POST", "/classify", body, case.name, base=self.url.removesuffix("/v1"))
         try:
             return [float(x) for x in response["data"][0]["probs"]]
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:

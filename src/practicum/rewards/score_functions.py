@@ -86,8 +86,7 @@ class RewardFunctions:
         return find_kind(kind, sample.task).check(sample.response_text, sample.answer, sample.row)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return a result per sample, in order. Raise RewardError if one fails and reward.on_error is
-        stop."""
+        """Return a result per sample, in order. If reward.on_error is stop, a failure is a RewardError."""
         parts: list[dict[str, float]] = [{} for _ in samples]
         totals = [0.0] * len(samples)
         failures: list[CallResult | None] = [None] * len(samples)

@@ -169,5 +169,4 @@ class AdvantageRole:
         observed = float(kl_N[mask_N].mean())
         coefficient = self.kl.coefficient
         self.kl.update(observed, sessions)
-        stats = {"kl_reward": observed, "kl_coefficient": coefficient}
-        return token_rewards_N - coefficient * kl_N, stats
+        return token_rewards_N - coefficient * kl_N, {"kl_reward": observed, "kl_coefficient": coefficient}

@@ -190,8 +190,7 @@ class LearnerRank:
             spans, at = [], 0
             for sampled, run in groupby(mask.tolist()):
                 end = at + len(list(run))
-                text = str(decode(response[at:end]))
-                spans.append({"sampled": sampled, "text": text, "tokens": end - at})
+                spans.append({"sampled": sampled, "text": str(decode(response[at:end])), "tokens": end - at})
                 at = end
             transcripts[key] = Transcript(str(decode(prompt)), str(decode(response)), tuple(spans))
         return [transcripts.get(key, Transcript()) for key in batch.keys]
@@ -251,8 +250,7 @@ class LearnerRank:
         return self.version
 
     def export(self, folder: Path) -> None:
-        """Export the student in HuggingFace format with tokenizer and processor, and its adapter
-        separately."""
+        """Export the student in HuggingFace format with tokenizer and processor, its adapter separately."""
         self.student.learner.export(folder, self.tokenizer)
         if self.rank == 0 and self.encoder.processor is not None:
             self.encoder.processor.image_processor.save_pretrained(folder)

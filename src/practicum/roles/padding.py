@@ -75,8 +75,7 @@ class BatchCutter:
             assigned = assign_ranks(minibatches, _tokens(batch), self.ranks, together if whole else None)
             for minibatch, parts in zip(minibatches, assigned, strict=True):
                 real = set(minibatch.real)
-                own = [row for row in parts[self.rank] if row in real]
-                steps.append(OptimizerStep(minibatch.real, own))
+                steps.append(OptimizerStep(minibatch.real, [row for row in parts[self.rank] if row in real]))
         return steps
 
     def rank_rows(self, cut: Cut, step: StepInfo) -> BatchRef:
@@ -119,8 +118,7 @@ class PaddingRole:
 
     @stage("pad")
     def pad(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], BatchRef]:
-        """Write the padding rows of the step, with all fields of later stages, and return the padded
-        batch."""
+        """Write the padding rows of the step with all fields of later stages. Return the padded batch."""
         count = self.cutter.padding_rows(batch)
         if not count:
             return {}, batch.take([])

@@ -83,8 +83,7 @@ class SessionWorkers(Protocol):
         ...
 
     def named_blocks(self) -> AbstractContextManager[None]:
-        """Name the function that blocks another process's event loop in a DeadlineError from inside the
-        context."""
+        """Add to a DeadlineError of the context the function that blocks another process's event loop."""
         ...
 
 
@@ -372,8 +371,7 @@ class SessionRunner:
             raise SessionError(str(error)) from None
 
     def rows(self, attempt: Attempt, ended: AttemptResult) -> list[SessionRow]:
-        """Return the rows of a session. A failed one has a row without fields, which is counted but not
-        trained on."""
+        """Return the rows of a session. A failed one has a row without fields, which is only counted."""
         prompt = attempt.prompt
         common = Tags(
             domain=prompt.domain,

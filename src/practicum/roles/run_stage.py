@@ -91,8 +91,7 @@ class _StageRun:
         self._span.__exit__(kind, error, at)
 
     def columns(self) -> Columns:
-        read = self.role.store.get(self.batch, self.spec.reads) if self.spec.reads else {}
-        return Columns(self.name, read)
+        return Columns(self.name, self.role.store.get(self.batch, self.spec.reads) if self.spec.reads else {})
 
     def write(self, result: Any) -> Any:
         writes, report = result if isinstance(result, tuple) else (result, None)

@@ -251,8 +251,7 @@ class TeacherRole:
                     text = before_text(teacher, prompts[key])
                     before = self.tokenizer.encode(text, add_special_tokens=False)
                 if (shared := self.shared.get(name)) is not None:
-                    answer = response.tolist()
-                    found = shared.request(prompts[key], text, answer, top_rows[i], str(key))
+                    found = shared.request(prompts[key], text, response.tolist(), top_rows[i], str(key))
                     rows[i, name], aligned[i] = found
                     continue
                 sequence = [*before, *prompt.tolist(), *response.tolist()]
@@ -263,8 +262,7 @@ class TeacherRole:
 
     def _tops(self, columns: Columns, count: int) -> Sequence[Tensor | None]:
         """Return the student's most likely tokens of each row, if they are compared."""
-        known = "rollout_topk_ids" in columns
-        return columns.ragged("rollout_topk_ids").rows if known else [None] * count
+        return columns.ragged("rollout_topk_ids").rows if "rollout_topk_ids" in columns else [None] * count
 
     def _options(self, name: str) -> ScoreOptions:
         """Return what is asked of a teacher beside the tokens; of one with another tokenizer nothing."""

@@ -123,8 +123,7 @@ class RequestScorer:
         return await self.engine.score(row, ScoreOptions(max(k or 0, request.max_tokens)))
 
     def _response(self, request: Completion, scores: Scores | None) -> Any:
-        """Return packed scores if requested, else vLLM's format with a hint that packed scores are
-        available."""
+        """Return packed scores if requested, else vLLM's format with a hint that these exist."""
         ids, k, new_ids = request.prompt, request.prompt_logprobs, []
         response: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",

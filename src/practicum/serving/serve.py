@@ -93,8 +93,7 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
     spec = Model(path=options.model, dtype=server.dtype, device=server.device)
     model = load_model(spec, seed=0, key="MODEL")
     if server.adapters:
-        distinct = {saved.fingerprint: saved for saved in server.adapters.values()}
-        put_adapters(model, distinct, options.model)
+        put_adapters(model, {saved.fingerprint: saved for saved in server.adapters.values()}, options.model)
     adapters = {name: saved.fingerprint for name, saved in server.adapters.items()}
     engine = TorchEngine(model, slots=1, context=server.context)
     scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)

@@ -240,8 +240,7 @@ async def _answer(session: Session, call: Call | BadCall) -> Message:
         session.trajectory.tool_calls += 1
         session.trajectory.tool_errors += 1
         return tool_result("error", call.reason)
-    ran = await session.tool(call.name, call.arguments)
-    return tool_result(call.name, ran.text)
+    return tool_result(call.name, (await session.tool(call.name, call.arguments)).text)
 
 
 async def retry(session: Session) -> None:

@@ -158,9 +158,8 @@ class Trajectory:
             tops = [x if p.topk_ids is None else p.topk_ids for p, x in zip(pieces, given, strict=True)]
             columns["rollout_topk_ids"] = torch.cat(tops)
         if self.experts is not None:
-            missing = len(self) - len(self.experts)
             columns["routed_experts"] = torch.cat(
-                [self.experts, self.experts.new_zeros(missing, *self.experts.shape[1:])]
+                [self.experts, self.experts.new_zeros(len(self) - len(self.experts), *self.experts.shape[1:])]
             )
         return columns
 
@@ -466,8 +465,7 @@ class Session:
         return WrittenTurn(*texts, thought=self._format.thought)
 
     def _cut(self, generation: Generation, stop_texts: Collection[str], before: int) -> Generation:
-        """Cut the generation after the token that completes a stop text. This does not change earlier
-        tokens."""
+        """Cut the generation after the token that completes a stop text."""
 
         def stops(count: int) -> bool:
             text = read(self.tokenizer, generation.tokens[:count].tolist(), specials=False)

@@ -56,8 +56,7 @@ class Option:
         are_whole = all(type(end) is int and self.least <= end <= self.most for end in ends)
         if len(ends) not in (1, 2) or not are_whole or ends[0] > ends[-1]:
             shape = "[min, max] or an integer" if is_span else "an integer"
-            expected = f"{shape} between {self.least} and {self.most}"
-            raise RecipeError(path, repr(value), expected, self.about)
+            raise RecipeError(path, repr(value), f"{shape} between {self.least} and {self.most}", self.about)
         return (ends[0], ends[-1]) if is_span else ends[0]
 
 

@@ -205,8 +205,7 @@ def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -
 
 def find_rows(name: str, task: Task, at: Location) -> RowSource:
     """Return the rows at a location, possibly unchecked."""
-    reader = RowReader(name, task.prompt, task.answer, task.map, task.domain)
-    return _opened(at, at.versions(), reader)
+    return _opened(at, at.versions(), RowReader(name, task.prompt, task.answer, task.map, task.domain))
 
 
 @lru_cache(8)

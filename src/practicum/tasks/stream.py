@@ -115,8 +115,7 @@ def make_stream(
     sources: list[Source] = []
     for name, task in tasks.items():
         if task.kind is not None:
-            bound = bind(name, task.kind, task.options)
-            sources.append(BuiltinSource(bound, task.domain, seed, "train"))
+            sources.append(BuiltinSource(bind(name, task.kind, task.options), task.domain, seed, "train"))
             continue
         at = train_location(task)
         if at is None:
@@ -153,8 +152,7 @@ def _distinct(source: BuiltinSource, rows: int) -> list[int]:
     for index in range(20 * rows):
         if len(first_of_key) == rows:
             break
-        example = source.task.example(source.seed, source.split, index)
-        first_of_key.setdefault(example.key, index)
+        first_of_key.setdefault(source.task.example(source.seed, source.split, index).key, index)
     return list(first_of_key.values())
 
 

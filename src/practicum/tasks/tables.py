@@ -278,8 +278,7 @@ def load_dataset(at: Location, key: str) -> Any:
         if is_folder and any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(folder)
             return saved[at.split] if isinstance(saved, dict) else saved
-        path = str(folder) if is_folder else at.dataset
-        return datasets.load_dataset(path, at.subset, split=at.split)
+        return datasets.load_dataset(str(folder) if is_folder else at.dataset, at.subset, split=at.split)
     except Exception as error:  # the library raises many types, and each means that it has no such data
         if unreachable and isinstance(error, OSError):
             raise not_found(key, at.dataset, "dataset") from None

@@ -55,8 +55,7 @@ class DataReport:
 
 
 def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> DataReport:
-    """Check tasks, reward functions and rows. Raise RecipeErrors for mistakes, then DataError for bad
-    rows."""
+    """Check tasks, reward functions and rows. Raise RecipeErrors for mistakes, else DataError for rows."""
     report = DataReport(0 if recipe.demonstrates else recipe.rollout.max_new_tokens)
     problems: list[RecipeError] = []
     faults: list[str] = []
@@ -217,8 +216,7 @@ class _TaskCheck:
 def tokenizer_problems(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab: int | None, *, uses_chat: bool
 ) -> Iterator[RecipeError]:
-    """Yield mismatches of recipe, tokenizer and model. `vocab` is the number of the model's embeddings, if
-    known."""
+    """Yield mismatches of recipe, tokenizer and model. `vocab` is the number of embeddings, if known."""
     width, unknown, rollout = vocab or len(tokenizer), tokenizer.unk_token_id, recipe.rollout
     if missing := _without_embedding(tokenizer, width):
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")

@@ -89,8 +89,7 @@ def evaluate_recipe(
     if model is not None:
         loaded = replace(loaded, recipe=with_model(loaded.recipe, model))
     elif RunFolder(trained := folder_of(loaded.recipe)).is_used:
-        hint = f"the recipe's initial model; use --model {trained} for the trained one"
-        say(hint, console)
+        say(f"the recipe's initial model; use --model {trained} for the trained one", console)
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
         say(sentence, console)

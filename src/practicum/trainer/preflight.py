@@ -123,8 +123,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
     context = recipe.rollout.context_for(model_context)
     if model_context is not None and context > model_context:
         expected = f"at most the model's context of {model_context}"
-        problem = RecipeError("rollout.context", f"{context}", expected)
-        raise RecipeErrors(f"recipe {recipe.name}", [problem])
+        raise RecipeErrors(f"recipe {recipe.name}", [RecipeError("rollout.context", f"{context}", expected)])
     data = check_data(recipe, tokenizer, context)
     findings += data.findings
     if problems := list(tokenizer_problems(recipe, tokenizer, vocab, uses_chat=data.uses_chat)):

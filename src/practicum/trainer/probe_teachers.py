@@ -154,8 +154,7 @@ class _Prober:
         return {uid: g.tokens.tolist() for uid, g in zip(ids, await gather_all(asked), strict=True)}
 
     async def _logprobs(self, engine: Engine, prompt: list[int], answer: list[int]) -> Tensor:
-        request = ScoreRequest([*prompt, *answer], len(prompt))
-        scores = await engine.score(request, ScoreOptions(hidden=True))
+        scores = await engine.score(ScoreRequest([*prompt, *answer], len(prompt)), ScoreOptions(hidden=True))
         assert scores.hidden is not None
         head = engine.head()
         logits_RV = head.logits(scores.hidden.to(head.weight.device)).float().cpu()

@@ -83,8 +83,7 @@ class RunFolder:
         start = {"command": shlex.join(sys.orig_argv), "directory": str(Path.cwd()), "commits": commits}
         start |= {"pid": os.getpid(), "host": socket.gethostname(), "started": timestamp()}
         start |= dict.fromkeys(("ended", "outcome", "last_step"))
-        starts = [*read_versions(self.path).get("starts", []), start]
-        self._write(_MARKER, versions() | {"starts": starts})
+        self._write(_MARKER, versions() | {"starts": [*read_versions(self.path).get("starts", []), start]})
         self._has_started = True
 
     def note_end(self, outcome: str, step: int) -> None:

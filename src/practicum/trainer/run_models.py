@@ -53,7 +53,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The recipe's name."""
         return self.recipe.name
 
     @property
@@ -268,8 +267,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
     aside = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         student = checkpoint / "student"
-        weights = merge_checkpoint(student, read_weights(student), aside)
-        write_model(checkpoint / "model", weights, aside)
+        write_model(checkpoint / "model", merge_checkpoint(student, read_weights(student), aside), aside)
         step = json.loads((checkpoint / "progress.json").read_text())["step"]
         finish_export(aside, to, step, _saved_at(checkpoint))
     except PracticumError:

@@ -82,8 +82,7 @@ class SampledStep:
 
 
 def keep_groups(groups: Sequence[Group], filters: bool, on_failure: OnFailure = "keep_rest") -> list[Group]:
-    """Return the groups to train on: with unequal rewards if `filters`, without failed sessions if
-    required."""
+    """Return the groups to train on: of unequal rewards if `filters`, without failures if required."""
     drops = on_failure == "drop_group"
     return [g for g in groups if not (drops and g.has_failed) and not (filters and g.is_flat)]
 

@@ -88,8 +88,7 @@ class StepRunner:
 
         distill = self.recipe.distill
         shared = distill is not None and distill.signal == "shared"
-        known = sampled.rollout.prompts
-        prompts = prompts_read(self.recipe.teachers, sampled.batch, known, whole=shared)
+        prompts = prompts_read(self.recipe.teachers, sampled.batch, sampled.rollout.prompts, whole=shared)
         if any(stage.use for stage in self.plan):
             prompts = {key: sampled.rollout.prompts[key] for key in sampled.batch.keys}
         step = StepInfo(sampled.batch, number, sampled.baselines, prompts)
@@ -120,8 +119,7 @@ class StepRunner:
         return metrics | {"time/step": time.perf_counter() - began}
 
     def restore(self, learnt: int, window: Mapping[str, Any]) -> None:
-        """Continue after step `learnt`, with a checkpoint's state of later steps. The store holds their
-        rows."""
+        """Continue after step `learnt`, with a checkpoint's state of later steps, whose rows are stored."""
         done = {Key(*key) for key in window.get("done", [])}
         rewarded = {tuple(name) for name in window.get("rewarded", [])}
         held = self.roles.store.batch(TRAIN)

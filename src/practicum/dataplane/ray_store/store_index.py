@@ -183,8 +183,7 @@ class StoreIndex:
 def decode_answer(answer: tuple[bytes, list[Any]]) -> Any:
     result, refs = pickle.loads(answer[0]), answer[1]
     if isinstance(result, ColumnLocations):
-        locators = [refs[at] if isinstance(at, int) else at for at in result.locators]
-        return result._replace(locators=locators)
+        return result._replace(locators=[refs[at] if isinstance(at, int) else at for at in result.locators])
     return result
 
 

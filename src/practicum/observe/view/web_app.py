@@ -108,8 +108,7 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
         return _sentence(error.status_code, error.detail if "practicum" in error.detail else nothing)
 
     def first(request: Request) -> Any:
-        shown = by_id.get(request.query_params.get("run", ""), runs[0])
-        return {"runs": list(by_id), "info": shown.info()}
+        return {"runs": list(by_id), "info": by_id.get(request.query_params.get("run", ""), runs[0]).info()}
 
     def diff(request: Request) -> Any:
         pair = [run_named(request.query_params.get(side, "")).path for side in ("a", "b")]

@@ -102,8 +102,7 @@ class FrozenModel(Held):
 
 
 class Teacher(FrozenModel, EngineChoice):
-    """A teacher: a local model (model), a LoRA adapter (adapter), a model on a server (url and model), or a
-    copy of the student (student)."""
+    """A teacher: a local model, a LoRA adapter, a model on a server (url) or a copy of the student."""
 
     adapter: str | None = key(
         None,

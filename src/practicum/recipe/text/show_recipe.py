@@ -24,8 +24,7 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 
 def show_recipe(loaded: LoadedRecipe) -> str:
-    """Return the resolved recipe as YAML with a comment for each value: its origin, and why it is not
-    read."""
+    """Return the resolved recipe as YAML. Comments have each value's origin, or why it is not read."""
     lines = list(_lines(loaded.recipe.model_dump(mode="json"), "", "", origin_notes(loaded)))
     width = min(60, max(len(text) for text, _ in lines))
     return "\n".join(text if comment is None else f"{text:<{width}}  # {comment}" for text, comment in lines)

@@ -123,8 +123,7 @@ def _step_into(form: Node, step: str | int) -> Node | None:
 
 
 def takes(node: Node, root: type[BaseModel] = Recipe) -> str:
-    """Describe the values of a key: 'an integer, at least 0', 'one of k1, k2', 'a list of strings, or
-    null'."""
+    """Describe the values of a key, such as 'an integer, at least 0' or 'one of k1, k2'."""
     if "anyOf" in node:
         kinds = kinds_of(node)
         words = [takes(kind, root) for kind in kinds]

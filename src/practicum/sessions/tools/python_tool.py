@@ -80,8 +80,7 @@ class PythonRunner:
         self._closed = False
 
     async def run(self, program: str) -> str:
-        """Return the program's output. If it fails or exceeds a limit, raise ToolError with output and
-        reason."""
+        """Return the program's output, or raise a ToolError with output and reason."""
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_programs))
         async with gate:
             with TemporaryFile() as source, TemporaryFile() as stdout, TemporaryFile() as stderr:

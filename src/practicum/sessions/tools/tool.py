@@ -56,8 +56,7 @@ class Parameter:
     required: bool = True
 
     def fit(self, value: Any) -> Any:
-        """Convert the value to the parameter's type. Text is parsed as JSON, because plain calls only have
-        text."""
+        """Convert the value to the parameter's type. Text is parsed as JSON: plain calls have only text."""
         if self.kind == "any":
             return value
         fitted = value
