@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import os
 from typing import Any
@@ -19,11 +20,7 @@ class PracticumError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are pickled between processes, and restored without __init__, whose arguments may differ.
-        return _again, (type(self), self.args), self.__dict__
-
-
-def _again(kind: type[PracticumError], args: tuple[Any, ...]) -> PracticumError:
-    return kind.__new__(kind, *args)
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class RecipeError(PracticumError):

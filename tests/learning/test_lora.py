@@ -122,7 +122,10 @@ def _delta(down: Tensor, up: Tensor, like: Tensor, *, turned: bool) -> Tensor:
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
 def test_an_update_is_the_plain_one_under_any_split_and_padding(family: str, monkeypatch: pytest.MonkeyPatch):
     model, batch, softmax = adapted(family), with_shared_beginnings(random_batch(0)), torch.softmax
-    for module in (functional, torch):  # routers weigh in single precision, in which each split rounds otherwise
+    for module in (
+        functional,
+        torch,
+    ):  # routers weigh in single precision, in which each split rounds otherwise
         monkeypatch.setattr(module, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=x.dtype))
     algorithm = Algorithm(loss="ppo_clip", entropy=0.1, kl=Kl(place="loss", coefficient=0.1))
     whole, _ = learn(model, batch, TRAIN, algorithm)

@@ -35,11 +35,13 @@ def pack(value: Any) -> Packed:
     """Pack a value. Tensors that are contiguous on the CPU are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
-    _Pickler(head, 5, buffer_callback=buffers.append).dump(value)
+    Pickler(head, 5, buffer_callback=buffers.append).dump(value)
     return Packed(head.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
+    """Copies the elements of tensors: pickling a view would send its whole storage."""
+
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented

@@ -17,6 +17,10 @@ BARS = "▁▂▃▄▅▆▇█"
 SHOWN_AS = {"\n": "↵", "\t": " ", "\r": "↵"}
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that steer a terminal, hide text or turn its direction."""
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_LETTERS = [*_PLAIN, *range(256, 512 - len(_PLAIN))]
+BYTE_LETTERS = dict(zip(map(chr, _LETTERS), [*_PLAIN, *sorted({*range(256)} - {*_PLAIN})], strict=True))
+"""The byte that each letter of a byte-level vocabulary stands for."""
 
 
 def plain(text: str) -> str:

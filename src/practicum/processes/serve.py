@@ -45,29 +45,12 @@ class Reply(NamedTuple):
     error: Exception | None = None
 
 
-class _Pickler(pickle.Pickler):
-    """Copies the elements of tensors. Pickling a view would send its whole storage."""
-
-    def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(value, torch.Tensor):
-            return NotImplemented
-        tensor = value.detach().cpu()
-        if tensor.dtype is torch.bfloat16:  # which numpy does not have
-            return _bfloat16, (tensor.view(torch.int16).numpy(),)
-        return torch.from_numpy, (tensor.numpy(),)
-
-
-def _bfloat16(bits: Any) -> Any:
-    import torch
-
-    return torch.from_numpy(bits).view(torch.bfloat16)
-
-
 def send(pipe: Connection, message: Any) -> None:
     """Write a message without shared memory. Tensors arrive on the CPU."""
+    from practicum.dataplane.packing import Pickler
+
     written = io.BytesIO()
-    _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(message)
+    Pickler(written, pickle.HIGHEST_PROTOCOL).dump(message)
     pipe.send_bytes(written.getbuffer())
 
 

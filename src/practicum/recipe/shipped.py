@@ -71,7 +71,11 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     for file, copy in files.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".yaml":
-            copy.write_text(_with_bases_inside(file, copy, files), encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
+            for base in base_files(file)[1:2]:  # `extends` points to the copy
+                old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
+                text = text.replace(f"extends: {old}", f"extends: {new}")
+            copy.write_text(text, encoding="utf-8")
         elif file.name == "README.md":
             copy.write_text(_with_copies_named(file, files), encoding="utf-8")
         else:
@@ -93,15 +97,6 @@ def _find(name: str) -> tuple[Path, list[Path]]:
     near = get_close_matches(name, known, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise PracticumError(f"no recipe is named {name}: {meant}`practicum recipes` lists them all")
-
-
-def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:
-    """Return the recipe's text with `extends` pointing to the copies."""
-    text = file.read_text(encoding="utf-8")
-    for base in base_files(file)[1:2]:
-        old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
-        text = text.replace(f"extends: {old}", f"extends: {new}")
-    return text
 
 
 def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:

@@ -94,21 +94,16 @@ def import_object(use: str, path: str, what: str = "name") -> Any:
         raise RecipeError(path, repr(use), f"package.module:{what}", meant(use, ()))
     folder, module_name, attribute = parts
     if module_name == _MAIN:
-        return _of_script(use, attribute, path)
+        if use not in _passed and not hasattr(sys.modules[_MAIN], attribute):
+            hint = "run it there, or put the function into a module: package.module:function"
+            raise RecipeError(path, repr(use), "a function of the script or notebook that is running", hint)
+        return _passed.setdefault(use, getattr(sys.modules[_MAIN], attribute, None))  # for other processes
     module = _import(module_name, Path(folder).absolute(), use, path)
     if not hasattr(module, attribute):
         near = get_close_matches(attribute, vars(module), n=1)
         hint = f"did you mean {module_name}:{near[0]}?" if near else ""
         raise RecipeError(path, repr(use), f"a {what} of module {module_name}", hint)
     return getattr(module, attribute)
-
-
-def _of_script(use: str, name: str, path: str) -> Any:
-    """Return a function of this process's script or notebook, and keep it for other processes."""
-    if use not in _passed and not hasattr(sys.modules[_MAIN], name):
-        hint = "run it there, or put the function into a module: package.module:function"
-        raise RecipeError(path, repr(use), "a function of the script or notebook that is running", hint)
-    return _passed.setdefault(use, getattr(sys.modules[_MAIN], name, None))
 
 
 def _import(module_name: str, folder: Path, use: str, path: str) -> Any:

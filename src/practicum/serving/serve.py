@@ -24,8 +24,7 @@ from practicum.models.model_files import must_read, read_config
 from practicum.processes.http_server import CONNECTIONS, make_server
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Dtype
-from practicum.serving.app import scoring_app
-from practicum.serving.completions import RequestScorer
+from practicum.serving.completions import RequestScorer, scoring_app
 
 KEY_ENV = "PRACTICUM_API_KEY"
 _MIB = 1 << 20

@@ -22,10 +22,9 @@ from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.builtin import TASKS, find_kind
 from practicum.tasks.messages import user
-from practicum.tasks.prompt_order import share_places
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.tasks.rows import RowSource, find_rows
-from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.tasks.stream import eval_prompts, make_stream, share_places
 from practicum.tasks.tables import eval_location, train_location
 from practicum.user_code import shorten
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
@@ -26,22 +26,8 @@ from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read
 from practicum.runtime.start_roles import Roles
 from practicum.teachers.ledger import make_ledger
-from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTimer
-
-
-class Sampling(Protocol):
-    """The sampling side of steps: `StepSampler`, or `Window` if sampling runs ahead.
-
-    `begin` draws the first prompts of a step, in order of steps. `sample` returns when the step has a batch.
-    `move` reports the number of trained steps, whose rows are cleared. `stream_state` is the state before the
-    step's prompts.
-    """
-
-    def begin(self, number: int) -> SampledStep: ...
-    def sample(self, step: SampledStep) -> None: ...
-    def move(self, trained: int) -> None: ...
-    def stream_state(self, number: int) -> dict[str, int]: ...
-    def close(self) -> None: ...
+from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTimer, StepSampler
+from practicum.trainer.window import Window
 
 
 class StepRunner:
@@ -52,7 +38,7 @@ class StepRunner:
         recipe: Recipe,
         plan: Plan,
         roles: Roles,
-        sampling: Sampling,
+        sampling: StepSampler | Window,
         watch: Watch,
         recorder: Recorder | None = None,
         *,

@@ -96,9 +96,6 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
         response.set_cookie(cookie_name(request), token, httponly=True, samesite="strict", path="/")
         return response
 
-    async def asset(request: Request) -> Response:
-        return static(request.path_params["name"])
-
     async def events(request: Request) -> Response:
         return StreamingResponse(news(runs, is_ending), media_type="text/event-stream", headers=HEADERS)
 
@@ -128,7 +125,7 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
     return Starlette(
         routes=[
             Route("/", page),
-            Route("/static/{name:path}", asset),
+            Route("/static/{name:path}", lambda request: static(request.path_params["name"])),
             Route("/api/events", events),
             *(Route(path, _answered(ask)) for path, ask in asked.items()),
         ],

@@ -47,7 +47,8 @@ def explain(
             details["type"], (path, union, node) = "too_short", find_key(details["loc"][:-1], root)
         located.append((path, union, node, details))
     inside = {union for path, union, *_ in located if path != union}
-    forms = [_form(path, union, details["loc"]) for path, union, _, details in located]
+    # The union and the name of its form that a problem is in, or () outside of unions.
+    forms = [tuple(d["loc"][: len(u) + 1]) if u and path != u else () for path, u, _, d in located]
     strangers = {
         form
         for form, (path, union, _, details) in zip(forms, located, strict=True)
@@ -77,11 +78,6 @@ def removed_keys(data: Any, path: Path = ()) -> Iterator[RecipeError]:
             yield RecipeError(dotted(here), "a removed key", "no such key", advice)
         else:
             yield from removed_keys(value, here)
-
-
-def _form(path: Path, union: Path | None, where: Sequence[str | int]) -> Path:
-    """Return the union and the name of its form that a problem is in, or () outside of unions."""
-    return tuple(where[: len(union) + 1]) if union and path != union else ()
 
 
 def dotted(path: Sequence[str | int]) -> str:
