@@ -103,10 +103,7 @@ _OF_THE_MACHINE = {
 
 
 def machine_trouble(error: BaseException) -> str | None:
-    """Return a message if an error was caused by a full or read-only disk or too many open files, else None.
-
-    Libraries wrap such errors, or only quote the system's message.
-    """
+    """Return a message if a full or read-only disk or too many open files caused an error, else None."""
     waiting: list[BaseException | None] = [error]
     seen = set[int]()
     while waiting:

@@ -154,10 +154,7 @@ def padding_batch(
     widths: Mapping[str, int],
     first: int = 0,
 ) -> tuple[BatchRef, dict[str, Column]]:
-    """Return `count` padding rows with these fields, for one put. Their keys are numbered from `first`.
-
-    `widths` has the sizes of trailing axes by their letter in the fields table (D, K, H, L, E).
-    """
+    """Return padding rows for one put, keys from `first`; `widths` are sizes of axes by letter."""
     keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
     batch = BatchRef(partition, keys, (_TAGS,) * count)
     return batch, {name: _padding_column(field_of(name), count, end_id, widths) for name in fields}

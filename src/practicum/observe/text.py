@@ -36,10 +36,7 @@ def plain(text: str) -> str:
 
 
 def say(text: str, console: Console | None = None) -> None:
-    """Print lines as they are: nothing in them is markup, an emoji's name or steers the terminal.
-
-    In a terminal they end between words; a word that is longer than a line, such as a path, stays whole.
-    """
+    """Print lines as they are, without markup. In a terminal they end between words."""
     console, lines = console or Console(), []
     for line in map(plain, text.splitlines()):
         indent = " " * (len(line) - len(line.lstrip()))

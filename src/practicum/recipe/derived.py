@@ -34,10 +34,8 @@ def parts_of(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
 
 
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
-    """Return groups of teachers that share a base: adapters, and full models that are the base of adapters.
-
-    A group shares a process: this one, or an engine's if all settings are equal.
-    """
+    """Return groups of teachers that share a base: adapters, and full models that are the base of adapters. A
+    group shares a process: this one, or an engine's if all settings are equal."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, teacher in teachers.items():
         is_apart, shares = teacher.placement_name == "own", teacher.engine_traits.shares_process

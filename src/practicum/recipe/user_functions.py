@@ -36,10 +36,8 @@ def module_file(folder: Path, module: str) -> Path | None:
 
 
 def name_function(function: Any) -> str:
-    """Return the name of a function in a recipe: package.module:function if any process can import it.
-
-    Others (of a script or notebook, lambdas, closures) are kept in this process as __main__:function.
-    """
+    """Return the name of a function in a recipe: package.module:function if any process can import it. Others
+    (of a script or notebook, lambdas, closures) are kept in this process as __main__:function."""
     made_of = getattr(function, "run", function)  # a stage is an object that holds its function
     name, module_name = getattr(made_of, "__qualname__", type(made_of).__name__), str(made_of.__module__)
     if module_name != _MAIN and getattr(sys.modules.get(module_name), name, None) is function:
@@ -85,10 +83,7 @@ def import_function(use: str, path: str) -> Callable[..., Any]:
 
 
 def import_object(use: str, path: str, what: str = "name") -> Any:
-    """Import the object that `use` names. Modules in its folder or the working directory come first.
-
-    Errors name `path` and `what`.
-    """
+    """Import the object that `use` names, from its folder or the working directory first."""
     parts = split_function(use)
     if parts is None:
         raise RecipeError(path, repr(use), f"package.module:{what}", meant(use, ()))

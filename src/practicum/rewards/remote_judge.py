@@ -53,10 +53,7 @@ class RemoteJudge(Client, Judge):
         return require_finite(outputs[self.spec.label])
 
     async def probe(self, *, chat: bool) -> str:
-        """List the server's models and score one response. Raise RecipeError on failure.
-
-        `chat` means that cases are conversations.
-        """
+        """Score one response, of a conversation if `chat`. Raise RecipeError on failure."""
         await self.check_model()
         messages = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
         case = JudgeInput("the probe", "1+1=", "2", "2", messages if chat else None)

@@ -270,10 +270,7 @@ def load_reference(
 
 
 def set_threads(threads: int | None, *, sides: int = 1) -> int:
-    """Set torch's threads from the recipe, OMP_NUM_THREADS, or the number of cores.
-
-    `sides` is the number of parts that share the cores: engines and learner, if they run concurrently.
-    """
+    """Set torch's threads from the recipe, OMP_NUM_THREADS, or the cores, which `sides` share."""
     cores = max(1, (os.cpu_count() or 1) // sides)
     count = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or cores
     torch.set_num_threads(count)

@@ -62,10 +62,7 @@ class BatchCutter:
         return spare + -(len(batch) + spare) % self.student.multiple(self.ranks)
 
     def optimizer_steps(self, cut: Cut, step: StepInfo) -> list[OptimizerStep]:
-        """Return the optimizer steps of the step's batch, over all epochs.
-
-        Raise ValueError if ranks can't divide the rows evenly.
-        """
+        """Return all optimizer steps of the batch. Raise ValueError if ranks can't divide the rows."""
         batch, steps, whole = step.batch, [], self.whole_sessions and cut is self.student
         prompts, sessions = [key.prompt for key in batch.keys], [key.session for key in batch.keys]
         padding, together = [tags.is_padding for tags in batch.tags], [key[:2] for key in batch.keys]

@@ -50,11 +50,7 @@ class UpdateReport:
 
 
 class StudentRole:
-    """The student's stages.
-
-    All ranks are called with the whole batch, including padding. Each rank reads its rows, and all return the
-    same report.
-    """
+    """The student's stages. Each rank reads its rows of the batch, and all return the same report."""
 
     def __init__(
         self,

@@ -133,10 +133,7 @@ class TeacherRole:
         return replace(parts[0], logprobs=logprobs_R, hidden=hidden_RH)
 
     def logprobs_by(self, name: str, batch: BatchRef, columns: Columns, step: StepInfo) -> Ragged:
-        """Return a teacher's logprobs of the tokens of any rows, for custom stages.
-
-        `columns` has their prompt_ids and response_ids.
-        """
+        """Return a teacher's logprobs of any rows' tokens, for custom stages."""
         tags = tuple(replace(tags, teacher=name) for tags in batch.tags)
         asked, aligned = self._rows(replace(batch, tags=tags), columns, step.prompts, tops=False)
         if aligned:
@@ -235,10 +232,7 @@ class TeacherRole:
     def _rows(
         self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], *, tops: bool = True
     ) -> tuple[dict[tuple[int, str], ScoreRequest], dict[int, Alignment]]:
-        """Return the requests to each teacher for each row, and alignments of rows with another tokenizer.
-
-        A product or mixture has several teachers.
-        """
+        """Return the requests to each teacher (parts of a product too) for each row, and rows' alignments."""
         top_rows = self._tops(columns, len(batch)) if tops else [None] * len(batch)
         aligned: dict[int, Alignment] = {}
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))

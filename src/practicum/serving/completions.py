@@ -57,10 +57,7 @@ class Completion(BaseModel):
 
 
 class RequestScorer:
-    """Scores prompts by an engine, which batches concurrent requests.
-
-    `adapters` maps names of further models to the engine's adapters.
-    """
+    """Scores prompts by an engine. `adapters` maps names of further models to the engine's adapters."""
 
     def __init__(
         self,
@@ -161,10 +158,7 @@ class RequestScorer:
 
 
 def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
-    """Return scores of ids[1:] in vLLM's format: None for the first token, then entries by token id.
-
-    The prompt's token has rank k + 1 if it is not among the k most likely.
-    """
+    """Return scores of ids[1:] in vLLM's format; a token outside of the top k has rank k + 1."""
     entries: list[Any] = [None]
     best = (([], []) for _ in ids[1:])
     if k:
@@ -182,11 +176,8 @@ def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
 def scoring_app(
     scorer: RequestScorer, roots: Mapping[str, str], max_body: int, api_key: str | None = None
 ) -> Starlette:
-    """Create the application, which closes the scorer's engine when it stops.
-
-    `roots` maps model names to folders. Requests have at most `max_body` bytes, and all except /health need
-    the key.
-    """
+    """Create the application, which closes the scorer's engine when it stops. `roots` maps model names to
+    folders. Requests have at most `max_body` bytes, and all except /health need the key."""
     created = int(time.time())
 
     @asynccontextmanager

@@ -376,10 +376,7 @@ class Session:
         return ran
 
     def fork(self) -> Session:
-        """Return another session that continues from here. Its trajectories also belong to this one.
-
-        All tokens so far are the prompt of its first trajectory. They are trained where they were sampled.
-        """
+        """Return another session that continues from here. Its trajectories also belong to this one."""
         now = self.trajectory
         return self.branch(
             len(self._forks), Trajectory(now.ids(), now.images, list(now.messages), now.turn_start)
@@ -388,10 +385,7 @@ class Session:
     def branch(
         self, name: int, trajectory: Trajectory | None = None, start: SessionStart | None = None
     ) -> Session:
-        """Return another session, like `fork`, that continues a trajectory or has none yet.
-
-        Its randomness depends on the name. `start` overrides tools and template options.
-        """
+        """Return another session, like `fork`, that continues a trajectory or has none yet."""
         branch = copy(self)
         branch.__dict__.pop("_format", None)
         branch.start = start or self.start

@@ -20,10 +20,7 @@ _ATTEMPTS = 4096
 
 
 class Example(NamedTuple):
-    """A prompt with its images, and its only correct answer.
-
-    With `direct`, the SFT example of a tool task answers without the tool.
-    """
+    """A prompt with its images and answer. With `direct`, its SFT example answers without the tool."""
 
     prompt: str
     answer: str

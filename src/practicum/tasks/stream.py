@@ -185,10 +185,7 @@ class Mixture:
 
 
 def share_places(weights: Sequence[float]) -> list[int]:
-    """Places of each task in one cycle: exact if at most 1000 places do, else by largest remainder.
-
-    Every task has at least one place.
-    """
+    """Return each task's places in one cycle: exact if at most 1000 do, else by largest remainder."""
     exact = [Fraction(str(weight)) for weight in weights]
     unit = lcm(*(share.denominator for share in exact))
     whole = [int(share * unit) for share in exact]

@@ -70,10 +70,8 @@ class Table:
 
 
 class _JsonLines:
-    """Rows of a JSONL file, read on demand. Blank lines and a byte-order mark are ignored.
-
-    The file is opened for each read, which detects changes, while a memory map would crash the process.
-    """
+    """Rows of a JSONL file, read on demand. Blank lines and a byte-order mark are ignored. The file is opened
+    for each read, which detects changes, while a memory map would crash the process."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._stamp = path, _stamp(path)

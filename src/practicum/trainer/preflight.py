@@ -209,10 +209,7 @@ def require_extras(recipe: Recipe) -> None:
 
 
 def known_traits(model: Model) -> Traits:
-    """Return the student's traits from its config, local or on the hub. Other checks report a broken config.
-
-    `moe` is set only if experts can be recorded and replayed.
-    """
+    """Return the student's traits from its config. `moe` means experts that can be replayed."""
     try:
         if model.path is None:
             return model_traits(model)

@@ -199,9 +199,7 @@ def _learn(
     recipe: Recipe, batch: _Batch, before: Path | None, notes: list[str], after: Path | None = None
 ) -> Replayed:
     """Run the learner's stages in this process, from the checkpoint `before` the step or the recipe's model.
-
-    `after` is the step's checkpoint. Violated checks are added to `notes` and do not stop the replay.
-    """
+    `after` is the step's checkpoint. Violated checks are added to `notes` and do not stop the replay."""
     checks = recipe.checks.model_copy(update={"level": "off" if recipe.checks.level == "off" else "warn"})
     runtime = recipe.runtime.model_copy(update={"kind": "local"})
     recipe = recipe.model_copy(update={"runtime": runtime, "checks": checks})

@@ -157,11 +157,8 @@ class Trainer:
         self._began = time.monotonic()
 
     def begin(self, changes: Sequence[Change] = (), findings: Sequence[str] = ()) -> None:
-        """Start writing to the folder, after all checks of the recipe.
-
-        A resumed run continues from its checkpoint, with `changes` to its recipe. `findings` are printed and
-        logged.
-        """
+        """Start writing to the folder, after all checks of the recipe. A resumed run continues from its
+        checkpoint, with `changes` to its recipe. `findings` are printed and logged."""
         first, steps = self.progress.step + 1, self.recipe.train.steps
         if self.checkpoint is None:
             self.folder.replace(resolved_yaml(self.recipe))

@@ -192,10 +192,7 @@ def require_possible(path: Path) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder. Raise PracticumError if another run holds the lock.
-
-    The system releases the lock when the process dies. An empty folder is removed on exit.
-    """
+    """Lock a run folder until the process ends. Raise PracticumError if another run holds the lock."""
     require_possible(folder)
     path = folder / ".lock"
     with _made(folder):

@@ -87,10 +87,8 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """Return the run of a folder, as `train` returned it, or as far as it is.
-
-    It has no `failures` and no `signal`, which no file holds.
-    """
+    """Return the run of a folder, as `train` returned it, or as far as it is. It has no `failures` and no
+    `signal`, which no file holds."""
     folder = RunFolder(Path(path))
     if not folder.is_used:
         raise PracticumError(f"{path} is no run folder: give what `train` wrote, such as runs/NAME")

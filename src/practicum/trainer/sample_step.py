@@ -88,10 +88,7 @@ def keep_groups(groups: Sequence[Group], filters: bool, on_failure: OnFailure = 
 
 
 def take_groups(groups: Sequence[Group], count: int, partition: str) -> tuple[BatchRef, dict[int, float]]:
-    """Return the rows of the oldest `count` groups to train on, and rewards of greedy sessions by prompt.
-
-    The rows are complete and exclude baselines.
-    """
+    """Return the complete rows of the oldest `count` groups, and the greedy sessions' rewards by prompt."""
     oldest = sorted(groups, key=lambda group: group.prompt)[:count]
     rows = [row for group in oldest for row in group.rows]
     kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]

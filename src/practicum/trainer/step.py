@@ -46,11 +46,8 @@ class StepRunner:
         on_rolled: Callable[[SampledStep], None] = lambda step: None,
         on_batch: Callable[[BatchRef], None] = lambda batch: None,
     ) -> None:
-        """`on_rolled` receives each step after sampling, even if sampling failed.
-
-        `on_batch` receives the batch before the first update, because a trained step can't be undone if it
-        raises.
-        """
+        """`on_rolled` receives each step after sampling, even if sampling failed. `on_batch` receives the
+        batch before the first update, because a trained step can't be undone if it raises."""
         self.recipe, self.plan, self.roles, self.sampling = recipe, plan, roles, sampling
         self.watch, self.recorder = watch, recorder
         self.on_stage, self.on_rolled, self.on_batch = on_stage, on_rolled, on_batch

@@ -80,10 +80,7 @@ def cookie_name(request: Request) -> str:
 
 
 def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool]) -> Starlette:
-    """Return the application over these runs; nothing else of the file system can be asked for.
-
-    `is_ending` returns True once the server waits for open pages to close their connections.
-    """
+    """Return the application over these runs. `is_ending` is True once open pages should disconnect."""
     by_id = {run.id: run for run in runs}
 
     def run_named(name: str) -> RunView:
@@ -160,10 +157,8 @@ numbers in order."""
 
 
 async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yield server-sent events: the ids of runs whose files have changed; else a comment now and then.
-
-    All are named at first: they may have changed since the page asked for them.
-    """
+    """Yield server-sent events: the ids of runs whose files have changed; else a comment now and then. All
+    are named at first: they may have changed since the page asked for them."""
     stamps: dict[str, Any] = {}
     yield "retry: 1000\n\n"
     quiet = 0.0

@@ -93,10 +93,7 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeError:
-    """Return the problem with the origin of the value that was found, or of the list that contains it.
-
-    A mapping to which several files, or a file and --set, contribute has all of their origins.
-    """
+    """Return the problem with the origins of the value that was found, or of the list that contains it."""
     path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
     parts: dict[tuple[str, str], Origin] = {}
     for key, origin in origins.items():

@@ -110,10 +110,7 @@ def screen(
     *,
     everything: bool = False,
 ) -> str:
-    """Return the summary, cut to about 40 lines of 100 columns unless `everything` is set.
-
-    What will run comes first, then warnings.
-    """
+    """Return the summary, cut to about 40 lines of 100 columns unless `everything` is set."""
     head = [f"{loaded.recipe.name}: {loaded.source}", ""]
     head += _block("will run", [line for text in sizes for line in _wrapped(text)])
     head += _block("warnings", [line for text in warnings for line in _wrapped(text)])

@@ -78,10 +78,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool. `run` takes validated arguments, and raises ToolError if the call fails.
-
-    `close` stops running calls, from any thread.
-    """
+    """A tool. `run` takes validated arguments and may raise ToolError. `close` stops running calls."""
 
     name: str
     about: str

@@ -35,10 +35,7 @@ class ToolOutcome:
 
 
 class Toolbox:
-    """Runs tool calls of many sessions concurrently. Raises RecipeError for mistakes in the specs.
-
-    `calls`, `errors` and `seconds` (summed over calls, including waits for a free core) are cumulative.
-    """
+    """Runs tool calls of many sessions concurrently. `calls`, `errors` and `seconds` are cumulative."""
 
     def __init__(self, specs: Sequence[ToolSpec | McpSection]) -> None:
         self._by_name: dict[str, Tool] = {}
