@@ -127,9 +127,9 @@ def distill_step(found: Mapping[str, Any]) -> str:
 
 
 def sessions(found: Mapping[str, Any]) -> str:
-    """Sessions per second, and the share of the time in which the engine computed."""
+    """Sessions per second, the share of the time in which the engine computed, and turns over HTTP."""
     raced = found["raced"]["1 thread"]
-    ours, instant, _ = raced
+    ours, instant, *_ = raced
     rows = []
     for name, measured in raced.items():
         mid = medians(measured)
@@ -137,29 +137,17 @@ def sessions(found: Mapping[str, Any]) -> str:
         speed = [ranged(measured, "sessions_per_second", ".1f"), f"{mid['tokens_per_second']:,.0f}"]
         spent = [f"{mid['seconds']:.2f}", f"{mid['cpu_seconds']:.2f}", f"{mid['busy']:.1%}"]
         told = "" if name == instant else _times(ratio, ".2f")
-        rows.append([name, *speed, *spent, f"{1e3 * mid['longest_pause']:.0f}", told])
-    mid = medians(raced[ours])
+        keys = ("p50", "p99", "client_seconds")
+        http = [ranged(measured, key) for key in keys] if mid.get("p99") else [""] * 3
+        rows.append([name, *speed, *spent, f"{1e3 * mid['longest_pause']:.0f}", *http, told])
+    mid, idle = medians(raced[ours]), max(medians(m).get("idle_kib", 0) for m in raced.values())
     head = [
         *("sessions", "sessions/s", "tokens/s", "s", "of processor", "engine at work"),
-        *("longest pause, ms", f"÷ {instant}"),
+        *("longest pause, ms", "p50 of a turn, s", "p99, s", "client's processor, s", f"÷ {instant}"),
     ]
-    text = f"Each round samples {mid['tokens']:,.0f} tokens and reads {mid['read_tokens']:,.0f}."
+    text = f"Each round samples {mid['tokens']:,.0f} tokens and reads {mid['read_tokens']:,.0f}. "
+    text += f"An idle session takes {idle:.1f} KiB."
     return "\n\n".join([f"### Sessions, {where(found)}", table(head, rows), text, *busy(found["raced"])])
-
-
-def agents(found: Mapping[str, Any]) -> str:
-    """Sessions per second through the endpoint of agents, and how long a turn takes."""
-    rows, built_in = [], ""
-    for title, raced in found["raced"].items():
-        built_in = next(iter(raced))
-        for name, measured in raced.items():
-            ratio = paired_ratio(measured, raced[built_in], "sessions_per_second")
-            waits = ["", ""] if name == built_in else [ranged(measured, key) for key in ("p50", "p99")]
-            told = "" if name == built_in else _times(ratio, ".2f")
-            speed = ranged(measured, "sessions_per_second", ".1f")
-            rows.append([title, name, speed, f"{medians(measured)['cpu_seconds']:.2f}", *waits, told])
-    head = ["setting", "sessions", "sessions/s", "of processor", "p50 of a turn, s", "p99, s"]
-    return f"### Agents over HTTP, {where(found)}\n\n" + table([*head, f"÷ {built_in}"], rows)
 
 
 def data_plane(found: Mapping[str, Any]) -> str:
@@ -230,7 +218,7 @@ def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
 
 SECTIONS = (
     *(rollout, grpo_step, words_step, hybrid_step, profile, distill_step),
-    *(sessions, agents, data_plane, ray_step, async_step),
+    *(sessions, data_plane, ray_step, async_step),
 )
 """In the report's order; each is named as its file in results/."""
 

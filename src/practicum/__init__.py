@@ -1,6 +1,6 @@
 """practicum post-trains language models: reinforcement learning and on-policy distillation in one trainer.
 
-`import practicum as pr` has the functions of docs/python.md; they are imported when they are first used.
+`import practicum as pr` has the functions of docs/python.md. They are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any

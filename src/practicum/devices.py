@@ -141,7 +141,7 @@ def has_fused_optimizers(device: torch.device) -> bool:
 
 
 def collective_backends(device: str) -> str:
-    """Return the backends that sum tensors of this device and of the CPU over ranks."""
+    """Return the collective backends for tensors of this device and of the CPU."""
     if device not in _COLLECTIVES:
         raise EngineError(
             f"data-parallel ranks on {device} are not supported: use {' or '.join(_COLLECTIVES)}"

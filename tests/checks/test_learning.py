@@ -124,8 +124,9 @@ def test_failures_a_fallen_entropy_and_a_teacher_far_from_its_target_are_said():
     assert "entropy fell from 1 to" in text
     assert not told(TAUGHT, falling)
     shares = {"teacher/t/gradient_share": 0.9, "teacher/t/prompts_share": 0.3}
-    ((step, text),) = told(TAUGHT, [HEALTHY | shares] * 3)
-    assert (step, "t: 90% of the gradient, target 30%" in text) == (1, True)
+    ((step, text),) = told(TAUGHT, [HEALTHY | shares] * 9)
+    assert (step, "t: 90% of the gradient, target 30%" in text) == (SEVERAL, True)
+    assert not told(TAUGHT, [HEALTHY | shares, *[HEALTHY | shares | {"teacher/t/gradient_share": 0.3}] * 9])
 
 
 HOPELESS = {
@@ -196,3 +197,5 @@ def test_truncation_and_repetition_that_rise_together_are_reported_once():
     assert "they loop" in text
     for cut, repeated in ((0.4, 0.05), (0.1, 0.5)):
         assert not told({}, calm + [row(step, cut, repeated) for step in range(MANY)])
+    rare = [row(step, 0.0, 0.0) for step in range(MANY)] + [row(step, 0.04, 0.04) for step in range(MANY)]
+    assert not told({}, rare), "a few truncated responses are normal"

@@ -95,7 +95,12 @@ def sample_fields() -> list[str]:
 
 def engine_table() -> str:
     """The methods that every engine has, with the first paragraph of what each says."""
-    methods = [(name, method) for name, method in vars(Engine).items() if inspect.isfunction(method)]
+    methods = [
+        (name, method)
+        for kind in reversed(inspect.getmro(Engine))  # what it inherits from Scorer first
+        for name, method in vars(kind).items()
+        if kind.__module__ == "practicum.engines.protocol" and inspect.isfunction(method)
+    ]
     rows = []
     for name, method in methods:
         if name.startswith("_"):

@@ -79,7 +79,7 @@ def test_a_row_without_response_tokens_asks_nobody(model: PreTrainedModel):
 
 @pytest.mark.parametrize("wanted", [ScoreOptions(temperature=0.5), ScoreOptions(hidden=True)])
 def test_what_servers_do_not_give_is_refused(wanted: ScoreOptions):
-    with pytest.raises(TeacherError, match=r"teacher chat can't give .*prompt 0"):
+    with pytest.raises(TeacherError, match=r"teacher chat can't return .*prompt 0"):
         score("http://127.0.0.1:9/v1", rows(1), wanted)
 
 

@@ -38,7 +38,7 @@ class AdvantageInputs:
     rewards, KL penalties. A session's score is their sum over its sampled tokens. `group_S` numbers
     the prompts, `baseline_S` is the greedy reward of each session's prompt (remax), `values_N` the
     critic's (gae). `parts_S` holds what each reward function and model said of the sessions, before
-    its weight; NaN where a session's task does not have it.
+    its weight. It is NaN where a session's task does not have it.
     """
 
     token_rewards_N: Tensor
@@ -133,7 +133,7 @@ def whiten(values_N: Tensor, mask_N: Tensor) -> Tensor:
 
 
 def gae(inputs: AdvantageInputs) -> AdvantageResult:
-    """Exponential mean of the critic's temporal differences, whitened if `whiten`; and the plain returns.
+    """Exponential mean of the critic's temporal differences, whitened if `whiten`, and the plain returns.
 
         delta_t = r_t + gamma V_{t+1} - V_t     V after the session's last sampled token is 0
         A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t
@@ -183,7 +183,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageResult:
             = n / (n - 1) * (score - mean_group)
 
     Ahmadian et al. 2024, "Back to basics: Revisiting REINFORCE style optimization for learning from
-    human feedback in LLMs", arXiv:2402.14740; the estimator is of Kool et al. 2019, "Buy 4 REINFORCE
+    human feedback in LLMs", arXiv:2402.14740. The estimator is of Kool et al. 2019, "Buy 4 REINFORCE
     samples, get a baseline for free!".
     """
     scores = group_scores(inputs)
@@ -193,7 +193,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageResult:
 
 
 def reinforce_pp(inputs: AdvantageInputs) -> AdvantageResult:
-    """Discounted returns of the token rewards, whitened over the batch; without groups.
+    """Discounted returns of the token rewards, whitened over the batch. Groups have no effect.
 
     Hu et al. 2025, "REINFORCE++: Stabilizing critic-free policy optimization with global advantage
     normalization", arXiv:2501.03262.

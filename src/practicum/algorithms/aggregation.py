@@ -56,7 +56,10 @@ mini-batch and in the whole batch."""
 
 
 def session_count(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
-    """The number of sessions in a mini-batch, a scalar in double precision; cut ones are fractions."""
+    """The number of sessions in a mini-batch, a scalar in double precision.
+
+    A session that is cut counts as a fraction.
+    """
     # Sessions without tokens are left out first: how many there are must not change the sum's rounding.
     present_S = tokens_S > 0
     return (tokens_S[present_S].double() / whole_S[present_S]).sum()
@@ -74,9 +77,9 @@ def token_weights(
 ) -> Tensor:
     """Weights for which sum(weights_N * loss_N) is the aggregated loss, 0 at masked positions.
 
-    `mask_N` and `session_N` are of the whole optimizer mini-batch, or of a rank's part of it; then `tokens_S`
+    `mask_N` and `session_N` are of the whole optimizer mini-batch, or of a rank's part of it. Then `tokens_S`
     are the sampled tokens of each session in the mini-batch, over all ranks.
-    `whole_S` are the sampled tokens of each session in the whole batch; None: those of the mini-batch.
+    `whole_S` are the sampled tokens of each session in the whole batch. None means those of the mini-batch.
     """
     if tokens_S is None:
         tokens_S = segment_count(session_N[mask_N], sessions)

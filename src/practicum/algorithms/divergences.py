@@ -1,6 +1,6 @@
 """Divergences of the student from a teacher: of distributions, and of the sampled token's logprob.
 
-Found by their names in the table of traits; the gradient flows to the student alone. Of distributions, with p
+Found by their names in the table of traits. The gradient flows only to the student. Of distributions, with p
 the student, q the teacher and r = log(p / q):
 
     forward_kl  KL(q || p) = sum q (expm1(r) - r)        p d/dp = p - q
@@ -69,7 +69,7 @@ class Buckets:
     """Two distributions over the same buckets (last dimension): tokens, or a teacher's top-k and its tail.
 
     `p` is the student, `q` the teacher, `log_ratio` = log p - log q, and `beta` the teacher's weight in jsd's
-    mixture. `log_ratio` is finite; `p` and `q` may underflow to 0.
+    mixture. `log_ratio` is finite. `p` and `q` may underflow to 0.
     """
 
     log_ratio: Tensor
@@ -120,7 +120,7 @@ def reverse_kl(buckets: Buckets) -> BucketTerms:
 
 
 def jsd(buckets: Buckets) -> BucketTerms:
-    """Generalised Jensen-Shannon divergence with the weight `beta` of the teacher; never above log 2.
+    """Generalised Jensen-Shannon divergence, at most log 2. `beta` is the teacher's weight.
 
     JSD / beta goes to the forward KL as beta goes to 0, JSD / (1 - beta) to the reverse KL as beta goes to 1;
     JSD itself goes to 0 at both ends. Agarwal et al. 2023, arXiv:2306.13649.
@@ -202,7 +202,7 @@ def topk_divergence(
     beta: float = 0.5,
     sampled: SampledTokens | None = None,
 ) -> Terms:
-    """Compare over the teacher's top-k (distinct ids) and the tail; `sampled` for `unbiased_reverse_kl`.
+    """Compare over the teacher's top-k (distinct ids) and the tail. `unbiased_reverse_kl` needs `sampled`.
 
     Logprobs are normalised over the whole vocabulary, at the temperature that the logits were divided by.
     """
@@ -215,7 +215,7 @@ def topk_divergence(
 def shared_divergence(
     kind: str, logits_CV: Tensor, ids_CK: Tensor, teacher_logprobs_CK: Tensor, *, beta: float = 0.5
 ) -> Terms:
-    """Compare over the given tokens alone, both sides scaled to sum to 1 there; an id of -1 is none.
+    """Compare over the given tokens alone, both sides scaled to sum to 1 there. An id of -1 means no token.
 
     So a teacher with another vocabulary is compared where it has the student's tokens. With fewer than two of
     them the divergence is 0.
@@ -236,7 +236,7 @@ def shared_divergence(
 
 @torch.no_grad()
 def topk_mass(logits_CV: Tensor, ids_CK: Tensor) -> Tensor:
-    """Return the student's mass [C] on these tokens; an id of -1 is none."""
+    """Return the student's mass [C] on these tokens. An id of -1 means no token."""
     probs_CK = logprobs_at(logits_CV, ids_CK.clamp_min(0)).exp()
     return probs_CK.masked_fill(ids_CK < 0, 0.0).sum(-1).to(logits_CV.dtype)
 
@@ -398,5 +398,5 @@ def _with_tails(logprobs_CK: Tensor, log_tail_C1: Tensor, teacher_CK: Tensor) ->
 
 
 def _one_minus(logprobs_CK: Tensor) -> Tensor:
-    """Return the mass [C, 1] that these tokens leave, in float64; rounding may take it below 0."""
+    """Return the mass [C, 1] that these tokens leave, in float64. Rounding may take it below 0."""
     return -torch.expm1(logprobs_CK.double().logsumexp(-1, keepdim=True))

@@ -54,7 +54,7 @@ def k2(log_ratio_N: Tensor) -> Tensor:
 
 
 def k3(log_ratio_N: Tensor) -> Tensor:
-    """exp(-d) - 1 + d, by expm1 so that a small d keeps its digits; finite wherever d is."""
+    """exp(-d) - 1 + d, by expm1 so that a small d keeps its digits. It is finite wherever d is."""
     return finite_expm1(-log_ratio_N) + log_ratio_N
 
 
@@ -84,11 +84,11 @@ class KlWeight:
         self.coefficient, self.target, self.horizon = coefficient, target, horizon
 
     def update(self, observed_kl: float, sessions: int) -> None:
-        """Adapt to the KL of this many sessions; `horizon` counts the same."""
+        """Adapt to the KL of this many sessions. `horizon` counts sessions too."""
         if self.target is None:
             return
         if math.isnan(observed_kl):
-            raise PracticumError("The adaptive KL weight was given a KL that is not a number.")
+            raise PracticumError("the KL is NaN, so the adaptive KL weight can't be updated")
         if self.MAX_ERROR * sessions >= self.horizon:
             raise PracticumError(
                 f"a step of {sessions} sessions could take the adaptive KL weight to zero or below: its "

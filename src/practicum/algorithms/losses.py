@@ -21,7 +21,7 @@ from practicum.recipe.algorithm_traits import LOSSES
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """Packed tokens; the gradient flows into `logprobs_N` alone.
+    """Packed tokens. Only `logprobs_N` has a gradient.
 
     The ratio is clipped to [1 - clip_low, 1 + clip_high].
     """
@@ -37,9 +37,9 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Loss of each token, to be minimised, and detached statistics; all 0 at masked positions.
+    """Loss of each token, to be minimised, and detached statistics. All are 0 at masked positions.
 
-    Every loss has `ratio` and `approx_kl` (k3 of KL(old || new)); those that clip have `clipped_low` and
+    Every loss has `ratio` and `approx_kl` (k3 of KL(old || new)). Those that clip have `clipped_low` and
     `clipped_high`. `weight_N` is the advantage's factor in the gradient of the token's logprob, if known.
     """
 
@@ -85,7 +85,7 @@ def policy_terms(
     clips: dict[str, Tensor] | None = None,
     weight_N: Tensor | None = None,
 ) -> PolicyTerms:
-    """Put the loss together with its statistics, and mask them all; the log-ratio is the loss's own.
+    """Return the loss with its statistics, all masked. `log_ratio_N` is the one that the loss uses.
 
     Without a weight it is the ratio, but 0 where a clip held and so no gradient is left.
     """
@@ -179,7 +179,7 @@ def dppo(inputs: PolicyInputs) -> PolicyTerms:
 
 
 def reinforce(inputs: PolicyInputs) -> PolicyTerms:
-    """-advantage * logprob, the plain policy gradient; the old logprobs enter the statistics only.
+    """-advantage * logprob, the plain policy gradient. The old logprobs enter the statistics only.
 
     Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
     learning".
@@ -200,9 +200,10 @@ POLICY_LOSSES: dict[str, Callable[[PolicyInputs], PolicyTerms]] = {
 def value_loss(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error of the values; nothing is gained by moving more than `clip` from the old ones.
+    """Half the squared error of the values, clipped: moving more than `clip` from the old values gains
+    nothing.
 
-        loss_t = max((v_t - R_t)^2, (clip(v_t, v_old_t - eps, v_old_t + eps) - R_t)^2) / 2
+    loss_t = max((v_t - R_t)^2, (clip(v_t, v_old_t - eps, v_old_t + eps) - R_t)^2) / 2
 
     Schulman et al. 2017, arXiv:1707.06347; the value clip is that of the authors' implementation (OpenAI
     baselines). Also returns 1 for each token that the clip held.

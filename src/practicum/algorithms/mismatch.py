@@ -45,7 +45,7 @@ def mismatch_weights(
     ratio: Literal["token", "sequence"],
     cap: float,
 ) -> MismatchWeights:
-    """Return the weights of a whole batch; needs all tokens of a session in one call."""
+    """Return the weights of a whole batch. Needs all tokens of a session in one call."""
     weights_N, capped_N = torch.zeros_like(old_logprobs_N), torch.zeros_like(mask_N)
     session_M = session_N[mask_N]
     if not len(session_M):

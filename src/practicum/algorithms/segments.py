@@ -58,7 +58,7 @@ def next_in_segment(values_M: Tensor, segment_M: Tensor, ahead: int = 1) -> Tens
 
 
 def discounted_sum_ahead(values_M: Tensor, segment_M: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount * y_{t+1} within each segment; `segment_M` must be sorted.
+    """y_t = x_t + discount * y_{t+1} within each segment. `segment_M` must be sorted.
 
     After k rounds y_t holds the next 2^k terms, so log2(longest segment) rounds over all entries
     do.

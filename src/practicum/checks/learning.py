@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, float]]
 """Metrics of the steps so far, oldest first."""
 SEVERAL, MANY = 5, 10
 """Number of consecutive steps before a finding is reported."""
-MOST, ENTROPY_LEFT, FAILED = 0.5, 0.2, 0.1
+MOST, FEW, ENTROPY_LEFT, FAILED = 0.5, 0.05, 0.2, 0.1
 STARVED, OVERFED = 0.1, 2.0
 _FLAT, _GRADIENT, _CUT = "groups/zero_variance", "train/grad_norm", "rollout/truncated"
 _FULL, _REPEATED = "rollout/context_full", "rollout/repetition"
@@ -176,7 +176,7 @@ def endless_answers(rows: Rows, signal: Signal) -> Iterator[Finding]:
     if len(after) < MANY:
         return
     cut, repeated = ([[row[key] for row in part] for part in (before, after)] for key in (_CUT, _REPEATED))
-    if _rises(*cut) and _rises(*repeated):
+    if fmean(cut[1]) > FEW and _rises(*cut) and _rises(*repeated):
         said = (
             f"truncated responses rose from {fmean(cut[0]):.0%} to {fmean(cut[1]):.0%}, and repetition in "
             f"responses from {fmean(repeated[0]):.0%} to {fmean(repeated[1]):.0%}: they loop. Lower "
@@ -197,8 +197,8 @@ def entropy_collapse(rows: Rows, signal: Signal) -> Iterator[Finding]:
 
 
 def teacher_shares(rows: Rows, signal: Signal) -> Iterator[Finding]:
-    """Report a teacher whose share of the gradient is far from its target."""
-    for name, (share, target) in gradient_shares(rows, signal.shares).items():
+    """Report a teacher whose share of the gradient is far from its target in several measurements."""
+    for name, (share, target) in gradient_shares(rows, signal.shares, SEVERAL).items():
         if share < STARVED * target or share > OVERFED * target:
             said = f"{name}: {share:.0%} of the gradient, target {target:.0%} (route.shares sets it)"
             yield Finding(f"share of {name}", said, f"teacher/{name}/gradient_share", f"teacher={name}")
@@ -240,9 +240,15 @@ RULES: tuple[Callable[[Rows, Signal], Iterator[Finding]], ...] = (
 )
 
 
-def gradient_shares(rows: Rows, targets: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Return each teacher's newest share of the gradient and its target, by default its share of prompts."""
-    shares: dict[str, tuple[float, float]] = {}
+def gradient_shares(
+    rows: Rows, targets: Mapping[str, float], least: int = 1
+) -> dict[str, tuple[float, float]]:
+    """Return each teacher's recent mean gradient share and its target, by default its share of prompts.
+
+    Teachers with fewer than `least` measurements are left out, because single steps are noisy.
+    """
+    shares: dict[str, list[float]] = {}
+    prompts: dict[str, float] = {}
     for row in rows:
         for metric, share in row.items():
             if metric.startswith("teacher/") and metric.endswith("/gradient_share"):

@@ -36,7 +36,7 @@ class Watch:
         return self.level(name) != "off"
 
     def __call__(self, name: str, finding: str | None) -> None:
-        """Act on a finding. None means that the invariant holds."""
+        """Raise, warn or ignore a violation by the level. None means that the invariant holds."""
         if finding is None or not self.looks_at(name):
             return
         sentence = f"check {name}: {finding}"

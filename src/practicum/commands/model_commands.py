@@ -121,10 +121,10 @@ def sample(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts, in quotes.")],
     task: Annotated[
         str | None,
-        typer.Option("--task", metavar="NAME", help="Task whose prompts these are like; unset: the first."),
+        typer.Option("--task", metavar="NAME", help="Task whose settings apply. Default: the first."),
     ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="The most likely tokens, nothing sampled.")
+        bool, typer.Option("--greedy", help="Use the most likely tokens instead of sampling.")
     ] = False,
 ) -> None:
     """Show the responses of a run's model to prompts of your own.

@@ -40,7 +40,7 @@ class Factors(NamedTuple):
 
 
 def _import_peft(key: str) -> Any:
-    """Return PEFT; without it, the error names the extra and the recipe's `key`."""
+    """Return PEFT. Without it, the error names the extra and the recipe's `key`."""
     try:
         import peft
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -61,7 +61,7 @@ def read_config(key: str, folder: Path) -> LoraConfig:
 
 
 def inject(model: nn.Module, config: LoraConfig, seed: int = 0) -> None:
-    """Put PEFT's layers around the model's own; the adapter's start is a function of the seed."""
+    """Wrap the model's layers in PEFT's. The adapter's initial weights are a function of the seed."""
     from peft import inject_adapter_in_model
 
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -43,7 +43,7 @@ IMPLEMENTATION = "practicum"
 
 
 def register_attention(function: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
-    """Register the attention that models take after `use_attention`; masks are those of SDPA."""
+    """Register an attention function for `use_attention`. Masks are those of SDPA."""
     AttentionInterface.register(IMPLEMENTATION, function)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
@@ -54,7 +54,7 @@ def register_experts(function: Callable[..., Tensor]) -> None:
 
 
 def use_attention(model: Any) -> None:
-    """Route the attention over text through the registered function; a vision tower keeps its own."""
+    """Route the attention over text through the registered function. A vision tower keeps its own."""
     model.set_attn_implementation({"": IMPLEMENTATION, "text_config": IMPLEMENTATION})
 
 
@@ -64,7 +64,7 @@ def uses_attention(model: Any) -> bool:
 
 
 def eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the attention that the authors of a module's family wrote."""
+    """Return the eager attention function of a module's model family."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 

@@ -79,7 +79,7 @@ def _checked(
 
 
 def _missing(model: nn.Module) -> Iterator[str]:
-    """Yield the layers that still wait for weights after all have come."""
+    """Yield the layers that are still missing weights after loading."""
     infos = {layer: get_layerwise_info(layer) for layer in model.modules()}
     waiting = {layer for layer, info in infos.items() if info.can_load()}
     loaded: set[int] = set()

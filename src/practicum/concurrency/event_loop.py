@@ -1,4 +1,4 @@
-"""The process's one event loop, in its own thread; everything asynchronous runs there."""
+"""The process's one event loop, in its own thread. Everything asynchronous runs there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _thread: threading.Thread | None = None
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop, started at the first call; its daemon thread ends with the process."""
+    """Return the event loop, started by the first call in a daemon thread."""
     global _loop, _thread
     with _lock:
         if _loop is None:
@@ -46,7 +46,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
-    """Run a coroutine to its end from synchronous code; past the deadline it is cancelled.
+    """Run a coroutine from synchronous code, and cancel it at the deadline.
 
     When this returns or raises, the work is over, unless it refuses to end for UNWIND_S. A function that
     blocks the event loop is named in the DeadlineError. Of a group of errors, the first is raised.
@@ -91,7 +91,7 @@ class WorkScope:
         _SCOPE.reset(self._entered.token)
 
     def add(self, running: _Running) -> None:
-        """Work that begins; in a cancelled scope none does."""
+        """Add work that begins. A cancelled scope starts none."""
         with self._lock:
             if self.is_cancelled:
                 raise concurrent.futures.CancelledError
@@ -102,7 +102,7 @@ class WorkScope:
             self._running.discard(running)
 
     def cancel(self) -> None:
-        """End the work that is under way, and all that would begin later."""
+        """Cancel running work, and all work that is added later."""
         with self._lock:
             self.is_cancelled, running = True, list(self._running)
         for task in running:
@@ -113,7 +113,7 @@ _SCOPE: ContextVar[WorkScope | None] = ContextVar("scope", default=None)
 
 
 class _Running:
-    """A coroutine that another thread waits for; one that never begins is closed."""
+    """A coroutine that another thread waits for. It is closed if it never starts."""
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, owner: str) -> None:
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()

@@ -1,6 +1,6 @@
 """Calling reward functions: sync or async, one sample or a batch, never longer than their time.
 
-An outcome is either a value or a sentence; nothing a function does can raise through here or hang.
+An outcome is either a value or a message. A user's function can't raise through this module or block it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def call_each(
 
 
 async def _await(call: Callable[[], Awaitable[Any]], timeout: float, name: str) -> CallResult:
-    """Await one call of an async function; a function that swallows its cancellation is left behind."""
+    """Await one call of an async function. Abandon a function that swallows its cancellation."""
 
     async def body() -> Any:
         return await call()

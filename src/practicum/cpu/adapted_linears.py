@@ -30,14 +30,17 @@ def is_plain_adapted(module: nn.Module) -> bool:
 
 
 def fuse_adapter(model: nn.Module) -> None:
-    """Replace PEFT's forward in such layers of a model; values change by rounding only."""
+    """Replace PEFT's forward in the adapted linear layers of a model. Values change by rounding only."""
     for module in model.modules():
         if switch.ENABLED and is_plain_adapted(module):
             module.forward = MethodType(_forward, module)
 
 
 def adapted_linear(x: Tensor, layer: Any, multiply: Callable[..., Tensor] = product) -> Tensor:
-    """Compute such a layer without gradients; `multiply` is `product`, or the same by packed weights."""
+    """Compute an adapted layer without gradients.
+
+    `multiply` is `product`, or the same with packed weights.
+    """
     base = layer.base_layer
     result = multiply(x, base.weight, base.bias)
     if is_off(layer):
@@ -47,7 +50,7 @@ def adapted_linear(x: Tensor, layer: Any, multiply: Callable[..., Tensor] = prod
 
 
 def _add(result: Tensor, inner: Tensor, factors: Factors) -> Tensor:
-    """Add s · B (A x) in place to the result of the layer without its adapter; `inner` is A x."""
+    """Add s · B (A x) in place to the result of the layer without its adapter. `inner` is A x."""
     rows = result.view(-1, result.shape[-1])
     # Scaled before: where the product is scaled, algebra libraries choose by its shape what they scale.
     rows.addmm_(inner.reshape(len(rows), -1) * factors.scaling, factors.up.t())
@@ -55,7 +58,7 @@ def _add(result: Tensor, inner: Tensor, factors: Factors) -> Tensor:
 
 
 def _forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Tensor:
-    """Replace the module's own forward; pickles by its name."""
+    """Replace the module's own forward. It can be pickled by its name."""
     base = self.base_layer
     if is_off(self):
         return base(x)
@@ -67,7 +70,7 @@ def _forward(self: Any, x: Tensor, *more: Any, **options: Any) -> Tensor:
 
 
 class _Adapted(torch.autograd.Function):
-    """The layer with gradients of its input and of the adapter; the base's weight and bias get none."""
+    """The layer with gradients of its input and of the adapter. The base's weight and bias get none."""
 
     @staticmethod
     def forward(

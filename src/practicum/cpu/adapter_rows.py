@@ -36,7 +36,7 @@ class AdapterRows:
 
     @contextmanager
     def use(self, parts: Sequence[RowPart]) -> Iterator[None]:
-        """Inside, these rows have these adapters; all others are the base's."""
+        """Context manager in which these rows use these adapters, and all others the base."""
         self.parts = parts
         try:
             yield

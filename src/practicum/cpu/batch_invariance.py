@@ -4,7 +4,7 @@ Algebra libraries choose by the shapes of a product how they add up. In these sh
 in a row's result, to the bit: products have a multiple of ROWS rows (`padded_tokens` for a whole model),
 attention has a multiple of ROWS queries and `padded_keys` keys. So a token has the same keys, values and
 logprobs whether it is decoded, prefilled, continued from cached keys and values, scored or trained on, and
-whatever its neighbours are. Found by comparing bits; the torch engine's probe proves it where it runs.
+whatever its neighbours are. Found by comparing bits. The torch engine's probe proves it where it runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def is_even(rows: int, width: int) -> bool:
 
 
 def mlp_width(model: nn.Module) -> int:
-    """Return the width of a model's layers between attention; LANES if its config does not say."""
+    """Return the width of a model's MLP layers, by default LANES."""
     config: Any = getattr(model, "config", None)
     width = config and getattr(config.get_text_config(), "intermediate_size", None)
     return width if width and isinstance(width, int) else LANES
@@ -108,7 +108,10 @@ def _parts() -> tuple[int, int]:
 
 
 def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
-    """Add rows of 0 after the last one, up to this many; unset, up to a number that products have."""
+    """Add rows of 0 after the last one, up to this many.
+
+    By default, add up to a number that products have.
+    """
     more = (padded_tokens(len(x_N), LANES) if rows is None else rows) - len(x_N)
     return pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, more)) if more else x_N
 

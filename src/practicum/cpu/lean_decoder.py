@@ -59,7 +59,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 class LeanDecoder:
-    """Last hidden states of packed tokens, and products with the head; for use without gradients."""
+    """Last hidden states of packed tokens, and products with the head. Use it without gradients."""
 
     def __init__(self, model: Any) -> None:
         self._base, self._head = cast(Any, model.base_model), model.get_output_embeddings()

@@ -102,7 +102,7 @@ class _Packed(NamedTuple):
 class PackedWeights:
     """Copies of weights in the order in which oneDNN reads them, by which few rows are multiplied faster.
 
-    A copy is made when a weight is first asked for with `make`, and anew when the weight has changed; until
+    A copy is made when a weight is first asked for with `make`, and anew when the weight has changed. Until
     then the weight itself is used. For use without gradients.
     """
 
@@ -144,5 +144,5 @@ class PackedWeights:
 
 
 def combine(rows: Tensor, then: Literal["", "add", "mul"], other: Tensor) -> Tensor:
-    """Add rows to others, or multiply them; the others are overwritten."""
+    """Add rows to others, or multiply them, in place."""
     return other.add_(rows) if then == "add" else other.mul_(rows)

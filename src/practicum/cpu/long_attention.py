@@ -1,7 +1,7 @@
 """Attention of long rows by the CPU's flash kernel, without a mask of the square of their length.
 
 What a token sees depends on its distance to a key alone, so all rows of a mask are parts of one line. The
-kernel reads that line, one place further for each query; so queries go in reverse order.
+kernel reads that line, one place further for each query, so queries go in reverse order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def backward(
     scale: float,
     window: int | None,
 ) -> list[Tensor]:
-    """Return gradients of query, k and v from that of the output; `outputs` are those of `attend`."""
+    """Return gradients of query, k and v from that of the output. `outputs` are those of `attend`."""
     query, k, v = inputs
     mask = _line_mask(first_B, query, k.shape[2], window)
     grad, query, out, sums = (x.flip(1).transpose(1, 2) for x in (grad, query, *outputs))

@@ -41,7 +41,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
-    """Replace the module's own forward; pickles by its name."""
+    """Replace the module's own forward. It can be pickled by its name."""
     weight, eps = self.weight, self.variance_epsilon
     if x.dtype != weight.dtype:  # pyright: ignore[reportAttributeAccessIssue]
         return type(self).forward(self, x)
@@ -67,7 +67,10 @@ def _fits(module: nn.Module) -> bool:
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Speed up the backward pass of the model's RMSNorms. Return how many; values change by rounding only."""
+    """Speed up the backward pass of the model's RMSNorms, and return their number.
+
+    Values change by rounding.
+    """
     norms = [module for module in model.modules() if switch.ENABLED and _fits(module)]
     for module in norms:
         module.forward = MethodType(forward, module)

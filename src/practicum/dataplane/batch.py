@@ -42,7 +42,7 @@ class BatchRef:
         return zip(self.keys, self.tags, strict=True)
 
     def take(self, indices: Sequence[int]) -> BatchRef:
-        """Return those rows in that order; none twice."""
+        """Return those rows in that order, each at most once."""
         for i in indices:
             if not 0 <= i < len(self):
                 raise StoreError(f"row {i} of a batch of {len(self)} rows does not exist")

@@ -36,7 +36,7 @@ def field_of(name: str) -> Field:
 
 
 def check_columns(batch: BatchRef, columns: Mapping[str, Column]) -> dict[str, list[int]]:
-    """Check each column against its field and the others; return the rows' tokens by ragged extent."""
+    """Check each column against its field and the others. Return the rows' tokens by ragged extent."""
     spans: dict[str, list[int]] = {}
     first_names: dict[str, str] = {}
     for name, column in columns.items():

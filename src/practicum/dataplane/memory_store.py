@@ -15,7 +15,7 @@ from practicum.dataplane.store_files import read_rows, save_rows
 
 
 class MemoryStore:
-    """A Store in this process. What is got shares memory with what was put: change neither."""
+    """A Store in this process. Columns share memory with the tensors that were put, so modify neither."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

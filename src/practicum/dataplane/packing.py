@@ -27,7 +27,7 @@ class Packed(NamedTuple):
         return sum(len(buffer) for buffer in self.buffers)
 
     def unpack(self) -> Any:
-        """Return the value; its tensors share the buffers' memory and must not be changed."""
+        """Return the value. Its tensors share the buffers' memory and must not be changed."""
         return pickle.loads(self.head, buffers=self.buffers)
 
 

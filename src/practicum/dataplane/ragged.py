@@ -12,9 +12,9 @@ from practicum.errors import StoreError
 
 
 class Ragged:
-    """Rows of unequal length, packed along the first axis; rows are views, never copies.
+    """Rows of unequal length, packed along the first axis. Rows are views, never copies.
 
-    Built from rows or from packed values; the other form is made when first asked for. What it
+    Built from rows or from packed values. The other form is made when first asked for. What it
     holds is not meant to be changed, so it may be shared between threads.
     """
 
@@ -42,7 +42,7 @@ class Ragged:
 
     @classmethod
     def packed(cls, values: Tensor, lengths: Sequence[int]) -> Ragged:
-        """Take rows that lie one after the other in `values` [sum(lengths), ...]."""
+        """Return rows that are packed one after the other in `values` [sum(lengths), ...]."""
         lengths = [int(n) for n in lengths]
         if values.dim() == 0:
             raise ValueError("packed values need a first axis to be cut along")
@@ -63,7 +63,7 @@ class Ragged:
 
     @property
     def values(self) -> Tensor:
-        """All rows one after the other [N, ...]; built of rows, these become views of the copy."""
+        """All rows one after the other [N, ...]. If built from rows, these become views of the copy."""
         values = self._values
         if values is None:
             assert self._rows is not None
@@ -88,7 +88,7 @@ class Ragged:
         return self.rows[i]
 
     def select(self, indices: Sequence[int]) -> Ragged:
-        """Those rows in that order, as views; neighbours stay packed."""
+        """Return these rows in this order, as views. Neighbouring rows stay packed."""
         indices = list(indices)
         if indices and not 0 <= min(indices) <= max(indices) < len(self):
             wrong = next(i for i in indices if not 0 <= i < len(self))
@@ -138,7 +138,7 @@ class Columns(Mapping[str, Column]):
         return column
 
     def select(self, name: str, rows: Sequence[int]) -> Ragged | None:
-        """Those rows of a column of tokens, in that order, or None if the stage does not read it."""
+        """Return these rows of a column of tokens, in this order, or None if the stage doesn't read it."""
         return self.ragged(name).select(rows) if name in self else None
 
     def objects(self, name: str) -> list[Any]:

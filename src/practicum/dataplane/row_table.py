@@ -66,7 +66,7 @@ class RowTable(Generic[Cell]):
         return replaced
 
     def rows(self, partition: str, keys: Sequence[PlainKey]) -> list[Row[Cell]]:
-        """Return these rows; one that is missing is a StoreError."""
+        """Return these rows. Raise StoreError if one is missing."""
         by_key = self.partitions.get(partition, {})
         try:
             return [by_key[key] for key in keys]
@@ -77,7 +77,7 @@ class RowTable(Generic[Cell]):
             ) from None
 
     def cells(self, partition: str, keys: Sequence[PlainKey], name: str) -> list[Cell]:
-        """Return a field's cell of each of these rows; a missing row or field is a StoreError."""
+        """Return a field's cell of each row. Raise StoreError if a row or the field is missing."""
         rows = self.rows(partition, keys)
         try:
             return [row.cells[name] for row in rows]
@@ -100,7 +100,7 @@ class RowTable(Generic[Cell]):
             row.tags = new
 
     def clear(self, partition: str, keys: Sequence[PlainKey] | None) -> list[Any]:
-        """Forget these rows, all of which must exist, or the whole partition; return their cells."""
+        """Forget these rows, all of which must exist, or the whole partition. Return their cells."""
         by_key = self.partitions.get(partition, {})
         keys = list(by_key) if keys is None else list(dict.fromkeys(keys))
         rows = self.rows(partition, keys)

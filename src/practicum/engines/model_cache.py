@@ -18,7 +18,7 @@ Level = Literal["device", "host", "disk"]
 
 
 class ModelCache:
-    """Wakes one model at a time, from any thread, and keeps sleeping models within `budget` bytes.
+    """Wakes one model at a time, from any thread, and limits sleeping models to `budget` bytes.
 
     Models beyond the budget are moved: on a CPU to disk, else to host memory. Without a budget, all stay in
     place on a CPU, and none stay on another device.

@@ -95,7 +95,7 @@ def trained_bytes(model: Model, sizes: Sizes, *, in_float32: bool = False) -> in
 
 
 def models_of(model: Model, path: str | None, named: Mapping[str, Teacher]) -> Models:
-    """Return the sizes of student, reference and teachers; a student without a config is a RecipeError."""
+    """Return the sizes of student, reference and teachers. A student without a config is a RecipeError."""
     student = model_sizes(model)
     reference = student if path is None else model_sizes(Model(path=path), "algorithm.kl.reference")
     teachers, guessed = dict.fromkeys(named, student), []
@@ -147,7 +147,7 @@ def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A step as far as memory depends on it."""
+    """The properties of a step that its memory depends on."""
 
     recipe: Recipe
     plan: Plan
@@ -284,7 +284,7 @@ def _published_copies(setup: StepSetup) -> int:
 
 
 def _colocated_teachers(setup: StepSetup) -> list[float]:
-    """Return the bytes of the colocated teachers; those on one base share it, or it is the student's."""
+    """Return the bytes of the colocated teachers. Those on one base share it, or it is the student's."""
     recipe = setup.recipe
     if "teachers" not in setup.plan:
         return []

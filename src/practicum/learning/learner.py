@@ -53,7 +53,7 @@ from practicum.recipe.schema.recipe import Train
 class Learner(TrainedModel):
     """The student. `scorer` returns its logprobs without gradient.
 
-    `temperature` is that of the rollouts; supervised training is at temperature 1. Of the last update,
+    `temperature` is that of the rollouts. Supervised training is at temperature 1. Of the last update,
     `by_group` has sums by the batch's groups, `trace` the tokens of recorded rows, and `weight` the summed
     weights of the tokens in its loss. `row_tokens` are the input tokens of its rows, of which `packed_tokens`
     were computed.
@@ -103,8 +103,8 @@ class Learner(TrainedModel):
         other, and `shares` has what each had of the update.
 
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
-        done; with a non-finite loss or gradient the weights stay as they are. If `before_step` raises, they
-        do so too; it is called when the gradients lie on the parameters.
+        done. With a non-finite loss or gradient the weights stay as they are. If `before_step` raises, they
+        do so too. It is called when the gradients lie on the parameters.
         """
         trunk, halved = self.trunk, self.trunk.halved
         job = _Update(batch, self.objective, trunk.dtype, self.parallel)

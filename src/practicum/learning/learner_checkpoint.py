@@ -51,7 +51,7 @@ R = TypeVar("R", bound=JoinableReport)
 class TrainedModel:
     """The optimizer and checkpoints of student and critic. `version` counts the updates of the weights.
 
-    Of a model with an adapter, a checkpoint has the trained weights; `base` is the fingerprint of the others.
+    Of a model with an adapter, a checkpoint has the trained weights. `base` is the fingerprint of the others.
     """
 
     NAME: ClassVar[str]
@@ -86,7 +86,7 @@ class TrainedModel:
         before_step: Callable[[Metrics], None] | None = None,
         parts: PartGradients | None = None,
     ) -> Metrics:
-        """Make an optimizer step with the gradients that lie on the parameters; returns the metrics."""
+        """Make an optimizer step with the parameters' gradients, and return the metrics."""
         metrics = report.result()
         if self.stepper.step(lr, metrics, before_step, parts):
             self.version += 1
@@ -199,7 +199,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """Return a value of an optimizer's state as a tensor; a number is saved as int64 or float64."""
+    """Return a value of an optimizer's state as a tensor. A number is saved as int64 or float64."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
@@ -210,7 +210,9 @@ def _as_value(tensor: Tensor) -> Any:
 
 
 def _empty_states(parameters: dict[str, nn.Parameter], index: Metadata) -> dict[str, dict[str, Tensor]]:
-    """Return tensors to load the saved state of each parameter into, but `step`; cut as the parameter is."""
+    """Return tensors for loading the saved state of each parameter except `step`, sharded as the parameter
+    is.
+    """
     states: dict[str, dict[str, Tensor]] = {key: {} for key in parameters}
     for name, saved in index.state_dict_metadata.items():
         key, _, entry = name.removeprefix("optimizer.").rpartition(".")
@@ -232,7 +234,10 @@ def _read_index(folder: Path) -> Metadata:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and saved buffers, tied ones once; of a model with an adapter, the trained ones."""
+    """Return parameters and saved buffers, tied ones once.
+
+    For a model with an adapter, these are the trained ones.
+    """
     if (trained := trained_names(model)) is not None:
         return {f"model.{name}": p.detach() for name, p in model.named_parameters() if name in trained}
     kept = set(model.state_dict())
@@ -248,7 +253,7 @@ def _require(folder: Path, files: list[str]) -> None:
 
 @contextmanager
 def _plain(parallel: Parallel | None) -> Iterator[None]:
-    """Inside, torch's `save` and `load` raise the errors that occurred instead of wrapping them."""
+    """Context manager in which torch's `save` and `load` raise the original errors without wrapping them."""
     with warnings.catch_warnings():
         if parallel is None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")

@@ -1,4 +1,4 @@
-"""From hidden states to logprobs, a chunk of the vocabulary-wide logits at a time; and the logprobs of given
+"""From hidden states to logprobs, a chunk of the vocabulary-wide logits at a time, and the logprobs of given
 responses without gradient, the student's or a reference policy's."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def token_logprobs(
 
 
 class LogprobScorer:
-    """Scores responses under a model, or under its base if the `adapter` is to be off."""
+    """Scores responses under a model, or under its base if `adapter` is False."""
 
     def __init__(self, trunk: PackedModel, *, adapter: bool = True) -> None:
         self.trunk, self.adapter = trunk, adapter

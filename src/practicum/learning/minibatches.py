@@ -34,7 +34,7 @@ class Cut:
     rows: int | None = None
 
     def steps(self, real_rows: int) -> int:
-        """Return the optimizer steps of one pass; each has a real row."""
+        """Return the optimizer steps of one pass. Each has a real row."""
         return min(self.parts, real_rows) if self.rows is None else ceil(real_rows / self.rows)
 
     def multiple(self, data_parallel: int) -> int:
@@ -82,7 +82,7 @@ def spread(
     Prompt groups follow one another, shuffled by (seed, step, epoch), and are cut where a mini-batch is full:
     real rows differ in number by at most one. With `whole_sessions` each session is where its middle would
     be, which adds at most the rows of the largest. Padding makes mini-batches equally large, a multiple of
-    `ranks` that has room for whole sessions on each; what is left is in none. Rows stay in order.
+    `ranks` that has room for whole sessions on each. Remaining rows are in none. Rows stay in order.
     """
     names = list(zip(prompts, sessions, strict=True))
     by_prompt: dict[int, dict[int, list[int]]] = {}
@@ -153,7 +153,7 @@ def largest_first(
 
 
 def spread_evenly(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """Share items as `largest_first`, without a limit of room."""
+    """Distribute items as `largest_first` does, without a limit per rank."""
     shared = largest_first(weights, parts)
     assert shared is not None
     return shared
@@ -181,7 +181,7 @@ def assign_ranks(
     ranks: int,
     sessions: Sequence[Hashable] | None = None,
 ) -> list[Parts]:
-    """Return the rows of each rank in each mini-batch; `tokens` has those of every row of the batch.
+    """Return the rows of each rank in each mini-batch. `tokens` has those of every row of the batch.
 
     With fewer real rows than ranks, some ranks have padding alone. Given `sessions`, that of every row of the
     batch, no session is cut.
@@ -200,7 +200,7 @@ def assign_ranks(
 
 
 def _keep_sessions(tokens: Sequence[int], sessions: Sequence[Hashable], ranks: int) -> Parts:
-    """Share rows as `partition`, with sessions whole; rows after those of `sessions` fill up."""
+    """Share rows as `partition`, with sessions whole. Rows after those of `sessions` fill up."""
     units: dict[Hashable, list[int]] = {}
     for i, session in enumerate(sessions):
         units.setdefault(session, []).append(i)

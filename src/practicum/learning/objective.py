@@ -116,7 +116,7 @@ class DistillSettings:
         return None
 
     def token_losses(self, found: TokenLogprobs, columns: Columns, means: TokenMeans) -> DistillResult:
-        """Return the divergence of sampled tokens; statistics go into `means`."""
+        """Return the divergence of sampled tokens. Statistics go into `means`."""
         teacher_M = columns["teacher_logprobs"]
         loss_M = overlap_M = gap_M = None
         top: list[Tensor] = []
@@ -288,9 +288,9 @@ class TokenLosses:
 def token_losses(
     found: TokenLogprobs, columns: Columns, session_M: Tensor, objective: Objective, means: TokenMeans
 ) -> TokenLosses:
-    """Return the losses of sampled tokens; statistics go into `means`.
+    """Return the losses of sampled tokens. Statistics go into `means`.
 
-    `columns` and `session_M` are of these tokens; a session's tokens must all be here (gspo).
+    `columns` and `session_M` are of these tokens. A session's tokens must all be here (gspo).
     """
     algorithm, teaching = objective.algorithm, objective.teaching
     logprobs_M, entropy_M = found.logprobs_M, found.entropy_M

@@ -29,7 +29,7 @@ def lr_at(step: int, train: Train) -> float:
 
 
 def _decayed(shape: Callable[[float], float]) -> Callable[[int, Train], float]:
-    """Return a schedule from lr to final_lr at the last step; `shape` maps the share done to that left."""
+    """Return a schedule from lr to final_lr at the last step. `shape` maps the share done to that left."""
 
     def rate(step: int, train: Train) -> float:
         decay_steps = max(train.steps - 1 - train.warmup_steps, 1)
@@ -53,7 +53,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """Return AdamW, fused where torch can; weight decay acts on matrices, not on norms and biases.
+    """Return AdamW, fused if possible. Weight decay applies to matrices, not to norms and biases.
 
     Parameters of 16 bits have float32 weights beside them, to which the updates are added.
     """
@@ -63,7 +63,7 @@ def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.
 
 
 def make_adamw_8bit(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW with moments of 8 bits; weight decay and master weights as above."""
+    """Return bitsandbytes' AdamW with 8-bit moments. Weight decay and master weights are those of `adamw`."""
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError:
@@ -126,7 +126,7 @@ def stop_on_nonfinite(what: str) -> None:
 
 
 class OptimizerStepper:
-    """The optimizer of one model, and what guards its step."""
+    """The optimizer of one model, with clipping and checks of its step."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class OptimizerStepper:
         before_step: Callable[[Metrics], None] | None = None,
         parts: PartGradients | None = None,
     ) -> bool:
-        """Apply the gradients that lie on the parameters; adds grad_norm and lr to `metrics`.
+        """Make an optimizer step with the parameters' gradients. Add grad_norm and lr to `metrics`.
 
         With `parts`, the gradients' parts, `shares` has what each had of the step.
 
@@ -188,7 +188,7 @@ class OptimizerStepper:
 
     @contextmanager
     def state_in_place(self) -> Iterator[None]:
-        """Inside, the optimizer has its state on the device; outside it is in host memory if offloaded."""
+        """Context manager in which the optimizer's state is on the device, also if it is offloaded."""
         if not self._offloads:
             yield
             return

@@ -37,8 +37,8 @@ class PackedModel:
     """A transformers model with packed attention (models/load_model.py `ready`), with or without a head.
 
     The same model may be used elsewhere too. At construction the packed forward is compared with the model's
-    own on a short probe; an EngineError names a model that it does not fit. Given `parallel`, the model and
-    its `head` are sharded over ranks, which make the same calls; rank 0 has the weights before.
+    own on a short probe. An EngineError names a model that it does not fit. Given `parallel`, the model and
+    its `head` are sharded over ranks, which make the same calls. Rank 0 has the weights before.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PackedModel:
         sampled_M: Tensor | None = None,
         sessions: Sequence[int] | None = None,
     ) -> Iterator[Packed]:
-        """Yield micro-batches on the model's device; arguments as of `RowSpans.microbatches`.
+        """Yield micro-batches on the model's device. Arguments are those of `RowSpans.microbatches`.
 
         Ranks go through equally many: one with fewer runs made-up tokens that leave no trace.
         """
@@ -137,7 +137,7 @@ class PackedModel:
     def hidden(self, packed: Packed, load: RouterLoad | None = None) -> Tensor:
         """Return the hidden states [M, hidden] that predict the micro-batch's response tokens.
 
-        Recorded experts are replayed; `load` counts those that were taken.
+        Recorded experts are replayed. `load` counts those that were taken.
         """
         if self._root is not None:
             return self._root(lambda: self._hidden(packed, load))
@@ -170,12 +170,12 @@ class PackedModel:
             loss.backward()
 
     def _last_layer(self, packed: Packed) -> AbstractContextManager[None]:
-        """Inside, the last layer's MLP computes only the tokens that predict."""
+        """Context manager in which the last layer's MLP computes only the tokens that predict."""
         return computing_only(self._last_mlp, packed.gather_M, mlp_width(self.model))
 
     @contextmanager
     def _routed(self, packed: Packed, load: RouterLoad | None = None) -> Iterator[None]:
-        """Inside, the forward pass takes the micro-batch's recorded experts, if it has any."""
+        """Context manager in which the forward pass uses the micro-batch's recorded experts, if any."""
         if packed.experts_N is not None:
             if self.routes is None:
                 name = type(self.model).__name__
@@ -197,7 +197,7 @@ class PackedModel:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Inside, the backward pass recomputes activations with train.gradient_checkpointing."""
+        """Context manager in which, with train.gradient_checkpointing, activations are recomputed."""
         # transformers' layers recompute in training mode only; dropout is off either way.
         self.model.train(self.gradient_checkpointing)
         try:

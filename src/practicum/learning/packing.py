@@ -147,7 +147,7 @@ class RowSpans:
             yield packed
 
     def pack(self, rows: Sequence[int]) -> Packed:
-        """Lay out these rows; each must have a response token."""
+        """Lay out these rows. Each must have a response token."""
         tree = self.tokens.tree(rows)
         spans = zip(tree.starts, (self.tokens.lengths[i] for i in tree.order), strict=True)
         ids = [torch.cat([self.prompts[i], self.responses[i]]) for i in tree.order]
@@ -197,7 +197,7 @@ def plan_microbatches(
 ) -> list[list[int]]:
     """Return the rows of each micro-batch, at most `token_budget` packed tokens each.
 
-    Rows whose prompts begin with the same prompt stay together where they fit; rows of one session always do,
+    Rows whose prompts begin with the same prompt stay together where they fit. Rows of one session always do,
     if `sessions` is given. A row or session longer than the budget goes alone.
     """
     units: dict[int, list[int]] = {}

@@ -61,7 +61,10 @@ class Parallel:
     def join(
         cls, rank: int, world: int, address: str, port: int, timeout_s: float, device: str = "cpu"
     ) -> Parallel:
-        """Meet the other ranks at rank 0's address; waits for them and for each collective `timeout_s`."""
+        """Connect to the other ranks at rank 0's address.
+
+        `timeout_s` limits this wait and each collective.
+        """
         try:
             dist.init_process_group(
                 collective_backends(device),
@@ -78,7 +81,7 @@ class Parallel:
         return cls(rank, world, device)
 
     def gather(self, mine: T) -> list[T]:
-        """Return each rank's object, in their order; for small ones."""
+        """Return the objects of all ranks in order. Use it for small objects."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, mine)
         return found
@@ -131,7 +134,7 @@ class Parallel:
 
     @torch.no_grad()
     def _send_weights(self, model: nn.Module, whole_weights: dict[str, Tensor]) -> None:
-        """Broadcast rank 0's weights and buffers; each rank keeps its shards."""
+        """Broadcast rank 0's weights and buffers. Each rank keeps its shards."""
         if self.rank:
             make_empty(model, self.device)
         for name, x in named_states(model):
@@ -168,7 +171,7 @@ def named_states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; if ranks have shards of it, all of them must call this."""
+    """Return the whole tensor. If ranks have shards of it, all of them must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -24,7 +24,7 @@ _LARGEST_LOG = 100.0
 
 @dataclass(frozen=True, slots=True)
 class BatchFacts:
-    """A number for each row of a mini-batch, whichever rank has the row; see `UpdateBatch`."""
+    """A number for each row of a mini-batch, whichever rank has the row. See `UpdateBatch`."""
 
     sessions: Sequence[int]
     sampled_tokens: Sequence[int]
@@ -94,7 +94,7 @@ class UpdateBatch:
 
 @dataclass(frozen=True, slots=True)
 class CriticBatch:
-    """One mini-batch of the critic; `values` are its own from before the step."""
+    """One mini-batch of the critic. `values` are its own from before the step."""
 
     prompt_ids: Ragged
     response_ids: Ragged
@@ -121,7 +121,7 @@ class SessionNumbers:
 
 
 def sessions_of(batch: UpdateBatch, sampled_M: Tensor, weight_M: Tensor | None = None) -> SessionNumbers:
-    """Number the sessions of a mini-batch; `sampled_M` is True for sampled tokens of these rows."""
+    """Number the sessions of a mini-batch. `sampled_M` is True for sampled tokens of these rows."""
     whole, rows = batch.whole, np.asarray(batch.sessions, dtype=np.int64)
     everywhere = rows if whole is None else np.asarray(whole.sessions, dtype=np.int64)
     names, dense = np.unique(everywhere, return_inverse=True)
@@ -148,7 +148,7 @@ def per_token(rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
 
 
 def token_column(batch: UpdateBatch | CriticBatch, name: str) -> Tensor | None:
-    """Return a response column packed [M]; its rows must be as long as the responses."""
+    """Return a response column packed [M]. Its rows must be as long as the responses."""
     column: Ragged | None = getattr(batch, name)
     if column is not None and column.lengths != batch.response_ids.lengths:
         raise DataError(f"{name} and response_ids have rows of different lengths")
@@ -156,7 +156,7 @@ def token_column(batch: UpdateBatch | CriticBatch, name: str) -> Tensor | None:
 
 
 def need_column(batch: UpdateBatch | CriticBatch, name: str, why: str) -> Tensor:
-    """Return a column as `token_column`, or raise a DataError if it is missing."""
+    """Return a column as `token_column` does. Raise DataError if it is missing."""
     column = token_column(batch, name)
     if column is None:
         raise DataError(f"the mini-batch is missing {name}, which {why} needs")
@@ -195,7 +195,7 @@ class TokenMeans:
             self._largest[name] = max(self._largest.get(name, largest), largest)
 
     def result(self) -> dict[str, float]:
-        """Return the metrics; one without tokens is absent."""
+        """Return the metrics that have tokens."""
         means = {}
         for name, (total, *squares, count) in self._sums.items():
             if count:
@@ -216,7 +216,7 @@ class RouterLoad:
         self._moved = 0.0
 
     def add(self, experts_NLE: Tensor, moved: float | None = None) -> None:
-        """Count these tokens; `moved` is the share of (token, layer) that chose others, if replayed."""
+        """Count these tokens. `moved` is the share of (token, layer) that chose others, if replayed."""
         tokens, layers, each = experts_NLE.shape
         number_NLE = experts_NLE + self.experts * torch.arange(layers, device=experts_NLE.device)[:, None]
         taken = torch.bincount(number_NLE.flatten(), minlength=layers * self.experts).cpu()
@@ -252,7 +252,7 @@ class TeacherSums:
         self.sums: dict[int, dict[str, float]] = {}
 
     def add(self, group_M: Tensor, **numbers_M: Tensor | None) -> None:
-        """Count these tokens; a number that is None is left out."""
+        """Count these tokens, without numbers that are None."""
         group_M = group_M.cpu()
         counts = torch.bincount(group_M).tolist()
         columns = {name: x.detach().double().cpu() for name, x in numbers_M.items() if x is not None}
@@ -287,7 +287,7 @@ class UpdateTrace:
     def add(
         self, column_M: Tensor, numbers_M: Mapping[str, Tensor | None], rules_M: Mapping[str, Tensor]
     ) -> None:
-        """Keep numbers of the tokens at these places of the mini-batch; one that is None is left out."""
+        """Keep numbers of the tokens at these positions of the mini-batch, except those that are None."""
         mine = self.recorded_M[column_M]
         for name, value_M in numbers_M.items():
             if value_M is not None:
@@ -297,7 +297,7 @@ class UpdateTrace:
             held[self._place_M[column_M[mine]]] = held_M.detach().cpu()[mine].bool()
 
     def add_top(self, column_M: Tensor, prefix: str, top: tuple[Tensor, ...]) -> None:
-        """Keep the most likely tokens and their logprobs; `top` has the recorded tokens of a micro-batch."""
+        """Keep the most likely tokens and their logprobs. `top` has the recorded tokens of a micro-batch."""
         for name, value_MK in zip(("ids", "logprobs"), top, strict=True):
             self._set(f"{prefix}_topk_{name}", column_M, value_MK.detach().cpu())
 
@@ -320,7 +320,7 @@ class UpdateTrace:
 
 
 def places_by_rule(rules_N: Mapping[str, Tensor], lengths: Sequence[int]) -> list[dict[str, list[int]]]:
-    """Return for each row the places of its tokens that each rule held; rules that held none are left out."""
+    """Return for each row the positions of the tokens that each rule applied to, if any."""
     rows: list[dict[str, list[int]]] = [{} for _ in lengths]
     for rule, held_N in rules_N.items():
         for i, row in enumerate(Ragged.packed(held_N, lengths).rows):

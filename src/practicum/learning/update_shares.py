@@ -33,7 +33,7 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class PartShares:
-    """Of an optimizer step: dot products of the parts' gradients, and each part's share of the update.
+    """Dot products of the parts' gradients in an optimizer step, and each part's share of the update.
 
     `shares` is empty if the optimizer has no second moments to read. `rest` is what no part has, by its name.
     """
@@ -75,7 +75,7 @@ class PartGradients:
 
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> PartShares:
-        """Return the shares after the step; `clip` is the factor of the gradient's clipping.
+        """Return the shares after the step. `clip` is the factor of the gradient's clipping.
 
         With `project` the step is first changed so that no part gets worse by it.
         """

@@ -111,7 +111,7 @@ class ValueLearner(TrainedModel):
 
 
 def _own_routing(extras: RowExtras | None) -> RowExtras | None:
-    """Leave out the experts of the model that sampled: the critic's routers choose their own."""
+    """Return the batch without recorded experts, because the critic's routers choose their own."""
     return None if extras is None else replace(extras, routed_experts=None)
 
 

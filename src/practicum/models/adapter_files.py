@@ -41,7 +41,7 @@ _MATTERS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "f
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], base: str) -> None:
-    """Write an adapter of this model in PEFT's format; `base` is the fingerprint of its base."""
+    """Write an adapter of this model in PEFT's format. `base` is the fingerprint of its base."""
     config = copy.copy(peft.adapter_config(model))
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules or ())
@@ -75,7 +75,7 @@ def merge_checkpoint(student: Path, weights: dict[str, Tensor], export: Path) ->
     if base != saved:
         raise PracticumError(
             f"the adapter in {student} was trained on another base: its fingerprint is {saved}, and that of "
-            f"{described['model']['path'] or 'the made model'} is {base}\n"
+            f"{described['model']['path'] or 'the randomly initialised model'} is {base}\n"
             "  → restore the model that the run started from"
         )
     take_weights(model, weights.items())
@@ -85,7 +85,7 @@ def merge_checkpoint(student: Path, weights: dict[str, Tensor], export: Path) ->
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter in a folder. `key` is the recipe's, for errors; names are those of parameters in a model."""
+    """An adapter in a folder. `key` is the recipe's, for errors. Names are those of parameters in a model."""
 
     key: str
     folder: Path

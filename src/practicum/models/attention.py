@@ -74,7 +74,7 @@ def _attention(
 
 
 def _eager_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """Return what is added to scores, for a mask that SDPA would take (None: causal)."""
+    """Return the additive mask for a mask in SDPA's format (None: causal)."""
     if mask is None:
         shape = query.shape[2], key.shape[2]
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -89,7 +89,7 @@ register_attention(_attention)
 
 @dataclass(frozen=True, slots=True)
 class _PaddedLayout:
-    """A layout of the first `tokens` rows; those after them are padding, which nothing reads."""
+    """A layout of the first `tokens` rows. Those after them are padding, which nothing reads."""
 
     layout: Layout
     tokens: int
@@ -151,7 +151,7 @@ def packed_forward(
     images: Sequence[Images] = (),
     picture_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the last hidden states [N, hidden] of packed tokens; positions are [N] or [N, D].
+    """Return the last hidden states [N, hidden] of packed tokens. Positions are [N] or [N, D].
 
     Images come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
     """

@@ -78,10 +78,10 @@ def save_tokenizer(spec: Model, path: Path) -> None:
 def load_model(
     spec: Model, seed: int, *, path: str | None = None, key: str = "model.path", rank: int | None = None
 ) -> PreTrainedModel:
-    """Return the student (or `path` in its place), on its device, without dropout; `key` is for errors.
+    """Return the student, or the model at `path`, on its device and without dropout.
 
-    The student has the recipe's adapter, if it says one; a model in its place never has. Of several ranks
-    that will share the model, the first has its weights, on the CPU, and the others have none.
+    The student has the recipe's adapter, if any. A model at `path` has none. If several ranks share the
+    model, only the first has weights, on the CPU. `key` is the recipe key for errors.
     """
     source = path or spec.path
     dtype = getattr(torch, spec.dtype)
@@ -103,7 +103,9 @@ def load_model(
 
 
 def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the recipe's model without weights and adapter, by its config (`dtype` may be another)."""
+    """Return the recipe's model from its config, without weights and adapter, and optionally in another
+    `dtype`.
+    """
     if spec.path is None:
         assert spec.random_init is not None
         config = made_config(spec.random_init, load_tokenizer(spec))
@@ -114,7 +116,7 @@ def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def require_known_layers(source: str, key: str) -> None:
-    """Raise a RecipeError if learner and torch engine can't run the layers of a model; loads no weights."""
+    """Raise a RecipeError if learner and torch engine can't run the layers of a model. Loads no weights."""
     require_model_folder(source, key)
     with must_read(source, key, _EXPECTED):
         model = skeleton(Model(path=source))
@@ -123,7 +125,7 @@ def require_known_layers(source: str, key: str) -> None:
 
 
 def replays_experts(spec: Model) -> bool:
-    """Return True if the routers of the recipe's model can be recorded and replayed; loads no weights."""
+    """Return True if the routers of the recipe's model can be recorded and replayed. Loads no weights."""
     return experts.routes_of(skeleton(spec)) is not None
 
 

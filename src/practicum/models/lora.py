@@ -1,7 +1,7 @@
 """LoRA with PEFT: low-rank trained matrices on the frozen linear layers of a model, its base.
 
 `add_adapter` puts PEFT's layers around the model's own, so the model keeps its class, its attention and its
-norms; `load_model.ready` is called after it. The base is never written to: with the adapter off it computes
+norms. `load_model.ready` is called after it. The base is never written to: with the adapter off it computes
 what it did before, bit for bit, and merged weights are made anew each time, from it.
 """
 
@@ -42,9 +42,9 @@ _SAMPLE = 64
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, source: str | None = None) -> None:
-    """Put a new adapter on a model on the CPU; only its weights are trained from then on.
+    """Put a new adapter on a model on the CPU and freeze all other weights.
 
-    It starts without effect (B = 0); A is a function of the seed. `source` is where the base came from.
+    It starts without effect (B = 0). A is a function of the seed. `source` is where the base came from.
     """
     modules, parameters = find_targets(model, lora.targets)
     _require_useful_rank(model, lora.rank, [*(f"{name}.weight" for name in modules), *parameters])
@@ -101,7 +101,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def copy_on_base(model: M) -> M:
-    """Return a deep copy of a model; one with an adapter has its own adapter then, on the same base."""
+    """Return a deep copy of a model. If it has an adapter, copy only the adapter, and share the base."""
     frozen = [p for p in model.parameters() if not p.requires_grad] if has_adapter(model) else []
     return copy.deepcopy(model, {id(parameter): parameter for parameter in frozen})
 
@@ -153,9 +153,10 @@ def base_fingerprint(model: nn.Module, gather: Gather = lambda tensor: tensor) -
 
 
 def put_adapters(base: PreTrainedModel, adapters: Mapping[str, SavedAdapter], about: str) -> None:
-    """Put adapters on a model without one, under these names; it is frozen then.
+    """Put adapters on a model without one, under these names, and freeze the model.
 
-    An adapter of another base is a RecipeError before any is loaded; `about` says there what the base is.
+    Raise RecipeError before loading if an adapter has another base. `about` describes the base in the
+    message.
     """
     fingerprint = base_fingerprint(base)
     for saved in adapters.values():
@@ -247,7 +248,7 @@ def _endings(names: Sequence[str], everywhere: Iterable[str], parts: int) -> lis
 
 
 def text_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the layers of the text decoder by name, in their order; a vision tower's are not among them."""
+    """Return the layers of the text decoder by name, in their order. A vision tower's are not among them."""
     from practicum.compat.transformers import GradientCheckpointingLayer
 
     decoder = model.get_decoder()

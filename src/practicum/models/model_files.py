@@ -1,5 +1,5 @@
 """Model folders and hub names: configs, tokenizers and image processors, read once per process and version of
-the files; and models written to folders in HuggingFace format."""
+the files, and models written to folders in HuggingFace format."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def must_read(source: str, key: str, expected: str) -> Iterator[None]:
 
 
 def require_model_folder(source: str, key: str = "model.path") -> None:
-    """Require that a path that looks local is a folder with a config; a hub name is left to the hub."""
+    """Require that a path that looks local is a folder with a config. A hub name is left to the hub."""
     folder = Path(source).expanduser()
     if os.path.isfile(folder / "adapter_config.json"):
         advice = "take the model that it was merged into, such as the folder of the run that trained it"
@@ -64,7 +64,7 @@ def require_model_folder(source: str, key: str = "model.path") -> None:
 
 
 def require_tokenizer(source: str, key: str) -> None:
-    """Require that a model's folder has a tokenizer; a hub name is left to the hub. `key` names the model."""
+    """Require that a model's folder has a tokenizer. A hub name is left to the hub. `key` names the model."""
     folder = Path(source).expanduser()
     if os.path.isdir(folder) and not any(path for name in _TOKENIZERS for path in folder.glob(name)):
         other = f"{key.rpartition('.')[0]}.tokenizer"
@@ -86,7 +86,7 @@ def read_image_processor(source: str) -> Any:
 
 
 def read_generation(source: str) -> Any:
-    """Return the generation config of a folder or hub name; of a model without one, its config."""
+    """Return the generation config of a folder or hub name, or the model's config if it has none."""
     try:
         return _read(GenerationConfig, source, _stamp(source))
     except OSError:

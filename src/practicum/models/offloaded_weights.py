@@ -20,8 +20,10 @@ if TYPE_CHECKING:  # vLLM's process says in its own words what keeps transformer
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by name, tied ones under each of their names; of a model with an
-    adapter, the adapter's."""
+    """Return parameters and saved buffers by name, tied ones under each name.
+
+    With an adapter, only its own.
+    """
     tensors = model.state_dict(keep_vars=True)
     return {name: x for name, x in tensors.items() if is_adapter(name)} or tensors
 
@@ -32,7 +34,7 @@ def distinct_tensors(model: PreTrainedModel) -> list[Tensor]:
 
 
 def take_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights into the model by name; tensors that are the model's own are left as they are.
+    """Copy weights into the model by name. Skip tensors that the model already uses.
 
     A model with an adapter takes the adapter's alone: its base is what was loaded.
     Names and shapes are checked before anything is changed. A tied weight may come under any of its names.
@@ -111,7 +113,7 @@ class OffloadedWeights:
         self.move(where)
 
     def move(self, where: OffloadTarget) -> None:
-        """Put them there; from disk they only come back to the device."""
+        """Move the weights there. Weights on disk can only move back to the device."""
         if self._file is not None:
             return
         if where == "host":
@@ -160,7 +162,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def return_memory(device: torch.device) -> None:
-    """Return freed memory to the system, where the allocator would keep it."""
+    """Return freed memory that the allocator keeps to the system."""
     if device.type != "cpu":
         empty_cache(device)
     elif sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

@@ -2,8 +2,8 @@
 
 A segment is a run of packed tokens that continues another segment, its prefix: segments are a tree. Each of
 its tokens sees the prefixes up to the root, and what came before it in its own segment. Segments of like
-length are gathered into padded blocks, so the cost is that of attention over short sequences, never [N, N];
-memory grows with the number of tokens. A token's keys lie in the order of its sequence, padded as
+length are gathered into padded blocks, so the cost is that of attention over short sequences, never [N, N].
+Memory grows with the number of tokens. A token's keys lie in the order of its sequence, padded as
 `batch_invariance` says: its output is the same bits in any block.
 """
 

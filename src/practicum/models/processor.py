@@ -33,7 +33,7 @@ _CHAT = (
 
 
 class Processor(Qwen2_5_VLProcessor):
-    """Qwen-VL's processor for text and images; its part for videos would need torchvision."""
+    """Qwen-VL's processor for text and images. Its part for videos would need torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None) -> None:
         super().__init__(image_processor, tokenizer, None, chat_template=tokenizer.chat_template)
@@ -65,7 +65,7 @@ def load_processor(spec: Model, tokenizer: PreTrainedTokenizerBase) -> Processor
 
 
 def read_processor(source: str, tokenizer: PreTrainedTokenizerBase, key: str = "model.path") -> Processor:
-    """Return the processor of a vision model's folder or hub name; `key` is for errors."""
+    """Return the processor of a vision model's folder or hub name. `key` is for errors."""
     if not is_vision_available():
         raise MissingExtraError(f"the vision model {source}", "vision")
     with must_read(source, key, "a vision model with preprocessor_config.json or processor_config.json"):

@@ -1,7 +1,7 @@
 """Layers that carry a state along the sequence: gated delta rule, KDA, Mamba and short convolutions.
 
 The family's own module computes. In a packed forward call it gets rows of one sequence each, from the call's
-`Layout`, with the state that each row continues from; so no state passes from one row to another. Without a
+`Layout`, with the state that each row continues from, so no state passes from one row to another. Without a
 layout, and for layers that attend, nothing is changed.
 """
 
@@ -143,7 +143,7 @@ class _Everywhere:
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Replace the module's own forward; pickles by its name."""
+    """Replace the module's own forward. It can be pickled by its name."""
     seam: Seam
     seam, number = getattr(self, _SEAM)
     if seam.layout is None:
@@ -166,7 +166,7 @@ def add_seam(model: nn.Module) -> None:
 
 
 def seam_of(model: nn.Module) -> Seam:
-    """Return what the model's layers share; of an attention or state layer, the same."""
+    """Return the state that the model's layers share, from the model or one of its layers."""
     return next((getattr(module, _SEAM)[0] for module in model.modules() if hasattr(module, _SEAM)), Seam())
 
 
@@ -256,7 +256,7 @@ def _source_says(kind: type[nn.Module]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows of packed tokens [B, T]; padding comes after a row's own. `parents` are the rows whose states
+    """Rows of packed tokens [B, T]. Padding comes after a row's own. `parents` are the rows whose states
     they continue from."""
 
     token_BT: Tensor

@@ -1,7 +1,7 @@
 """Models that see: images, where they are in a prompt, which positions tokens have, what they become.
 
 An image stands in a prompt as a run of image tokens, one for each merged patch. The first image tokens of a
-sequence are its images'; later ones, which a model may sample, are plain tokens. Positions have three axes
+sequence are its images'. Later ones, which a model may sample, are plain tokens. Positions have three axes
 (time, height, width): those of text continue from the largest + 1 on all of them.
 """
 
@@ -48,7 +48,7 @@ class Images:
 
     @property
     def digest(self) -> bytes:
-        """Equal for equal images; computed once."""
+        """A digest that is equal for equal images, computed once."""
         if not self._digest:
             made = hashlib.blake2b(str(self.grid.tolist()).encode(), digest_size=16)
             made.update(self.pixels.numpy().data.cast("B"))
@@ -70,7 +70,7 @@ def images_of(columns: Columns) -> list[Images | None]:
 
 
 def is_vision(config: Any) -> bool:
-    """Return True if a model of this config takes pictures."""
+    """Return True if a model of this config takes images."""
     return config.model_type in VISION_FAMILIES
 
 
@@ -106,7 +106,7 @@ def picture_spans(config: Any, ids: Sequence[int], images: Images | None) -> lis
 
 
 def picture_tokens(config: Any, ids: Sequence[int], images: Images | None) -> Tensor:
-    """Return which tokens of a sequence stand for pieces of its images [len(ids)]."""
+    """Return a mask of the tokens that stand for parts of images [len(ids)]."""
     picture_N = torch.zeros(len(ids), dtype=torch.bool)
     for start, end in picture_spans(config, ids, images):
         picture_N[start:end] = True

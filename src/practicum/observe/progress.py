@@ -75,20 +75,23 @@ class ProgressView:
             self._stage, self._stage_began = name, time.monotonic()
 
     def waiting(self, what: str) -> None:
-        """Show what the learner waits for: a stage of the panel; without one a line, now and then."""
+        """Show what the learner waits for as a stage of the panel.
+
+        Without a panel, print a line now and then.
+        """
         self.stage(f"waiting: {what}")
         if not self.is_live and time.monotonic() - self._shown >= LINE_EVERY_S:
             self._shown = time.monotonic()
             self.say(f"{self.name} · step {self._step}/{self.steps} · waiting: {what}")
 
     def starting(self, what: str) -> None:
-        """Show what the start is busy with: a stage of the panel; without one it is a line."""
+        """Show the current part of the start as a stage of the panel. Without a panel, print a line."""
         self.stage(what)
         if not self.is_live:
             self.say(f"{what} …")
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Show that a step is done; step 0 is the evaluation before the first."""
+        """Show a finished step. Step 0 is the evaluation before training."""
         with self._lock:
             self._step, self._metrics = number, dict(metrics)
             self._add(metrics)
@@ -107,7 +110,7 @@ class ProgressView:
             self._sample = dict(row)
 
     def warn(self, sentence: str) -> None:
-        """Show a warning that stays in the panel; without one it is a line."""
+        """Show a warning that stays in the panel. Without a panel, print a line."""
         with self._lock:
             self.warnings.append(sentence)
         if not self.is_live:
@@ -149,7 +152,7 @@ class ProgressView:
         return f"{duration(fmean(self._durations) * (self.steps - self._step))} left"
 
     def _panel(self) -> Panel:
-        """Return all parts; in a low terminal without the sample and the times."""
+        """Return all parts of the panel. In a low terminal, omit the sample and the times."""
         with self._lock:
             width = self.console.width - BORDER
             needed, warned = [self._header(width), self._curve_rows(width)], self._warned()

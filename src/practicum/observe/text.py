@@ -56,7 +56,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as bars between their least and largest; more than `width` are drawn as means."""
+    """Return the values as bars between their least and largest. More than `width` are drawn as means."""
     known = [value for value in values if math.isfinite(value)]
     if not known or width < 1:
         return ""
@@ -80,7 +80,7 @@ def duration(seconds: float) -> str:
 
 
 def score_table(title: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> Table:
-    """Return scores by name and column; a score that was not measured is a dash. "" is no title."""
+    """Return scores by name and column. A score that was not measured is a dash. "" is no title."""
     table = Table(title=Text(plain(title)) if title else None, title_justify="left", title_style="bold")
     table.add_column("")
     for column in columns:
@@ -107,7 +107,7 @@ _LEDGER = {
 
 
 def ledger_table(lines: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return what each teacher and domain had of a run (`Ledger.totals`); a dash: not measured."""
+    """Return the ledger of a run as a table (`Ledger.totals`). A dash means not measured."""
     table = Table(title="teachers and domains", title_justify="left", title_style="bold", min_width=100)
     table.add_column("", no_wrap=True)
     for title, _ in _LEDGER.values():

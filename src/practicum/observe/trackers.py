@@ -115,7 +115,7 @@ class OwnTracker:
 
 
 def table_rows(answers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return the first answers as rows of `COLUMNS`; a column holds numbers or texts, never both."""
+    """Return the first answers as rows of `COLUMNS`. A column holds numbers or texts, never both."""
     return [[_cell(name, answer.get(name)) for name in COLUMNS] for answer in answers[:TABLE_ROWS]]
 
 

@@ -74,7 +74,7 @@ def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 @contextmanager
 def problems_of(loaded: LoadedRecipe) -> Iterator[None]:
-    """Add the recipe's file and lines to errors that are found later, in files and models."""
+    """Add the recipe's file and lines to errors in files and models."""
     try:
         yield
     except RecipeErrors as several:

@@ -1,4 +1,4 @@
-"""Locate the files that a recipe names: beside the recipe, or in the working directory."""
+"""Locate the files that a recipe names, next to the recipe or in the working directory."""
 
 from __future__ import annotations
 

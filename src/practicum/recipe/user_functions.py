@@ -55,7 +55,7 @@ def name_function(function: Any) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return True for a function and its copy: a notebook's cell that runs again defines another one."""
+    """Return True for a function and a copy of it. A notebook cell that runs again defines a copy."""
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)):
         return one is other
     codes, settings = ([f.__code__ for f in (one, other)], [repr(f.__defaults__) for f in (one, other)])

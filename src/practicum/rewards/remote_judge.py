@@ -1,7 +1,7 @@
 """A reward model behind a URL: a judge by `/v1/completions`, a classifier by vLLM's `/classify`.
 
 A classifier's score is the output for its label before any softmax or sigmoid, as in other placements.
-Servers that do not know `use_activation` return probabilities instead; `probe` reports which.
+Servers that do not know `use_activation` return probabilities instead. `probe` reports which.
 """
 
 from __future__ import annotations

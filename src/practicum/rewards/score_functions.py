@@ -187,7 +187,7 @@ def _check_signature(function: Callable[..., Any], spec: RewardFunction, path: s
         ]
         hint = (
             f"this is TRL's signature; add a function that calls yours, and name it in {path}:\n"
-            f"    def score(sample):\n        return {name}({', '.join(arguments)})[0]"
+            f"    def {name}_reward(sample):\n        return {name}({', '.join(arguments)})[0]"
         )
         raise RecipeError(path, found, expected, hint)
     try:

@@ -259,7 +259,7 @@ class TeacherRole:
         return columns.ragged("rollout_topk_ids").rows if "rollout_topk_ids" in columns else [None] * count
 
     def _options(self, name: str) -> ScoreOptions:
-        """Return what is asked of a teacher beside the tokens; of one with another tokenizer nothing."""
+        """Return the options of a request to a teacher. A teacher with another tokenizer has none."""
         return replace(self.options, top_k=0, vocab=None) if name in self.shared else self.options
 
     def _columns(self, scores: Sequence[Scores]) -> dict[str, Column]:

@@ -67,7 +67,7 @@ class FrozenModels:
 
 
 class LocalWorkers:
-    """Sessions and their scoring in this process; see `roles.rollout.SessionWorkers`."""
+    """Sessions and their scoring in this process. See `roles.rollout.SessionWorkers`."""
 
     def __init__(
         self,

@@ -63,11 +63,14 @@ class Roles(Protocol):
         ...
 
     def publish(self, step: int) -> None:
-        """Keep the learner's weights as those after this step; without a lag the engines take them now."""
+        """Keep the learner's weights as the version after this step.
+
+        Without a lag, load them into the engines.
+        """
         ...
 
     def weights(self, copy: int, step: int) -> AbstractContextManager[None]:
-        """Inside, the engines of `rollouts[copy]` have the weights after this step."""
+        """Context manager in which the engines of `rollouts[copy]` have the weights after this step."""
         ...
 
     def version_of(self, step: int) -> int:
@@ -93,7 +96,7 @@ class Roles(Protocol):
         ...
 
     def load(self, folder: Path, kl_state: Mapping[str, float]) -> Any:
-        """Continue from what `save` wrote; the engines get the weights too."""
+        """Restore what `save` wrote, and load the weights into the engines."""
         ...
 
     def export(self, folder: Path) -> None:

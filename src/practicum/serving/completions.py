@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, FailFast, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from practicum.engines.protocol import Engine, ScoreOptions, ScoreRequest, Scores
-from practicum.processes.http_server import Refusal, make_app, read_body, sent_key
+from practicum.processes.http_server import Refusal, json_response, make_app, read_body, sent_key
 from practicum.teachers.prompt_logprobs import KEY, pack
 from practicum.user_code import shorten
 
@@ -200,7 +200,7 @@ def scoring_app(
             {"id": name, **entry, "root": root, "parent": None if name == scorer.name else scorer.name}
             for name, root in roots.items()
         ]
-        return JSONResponse({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     async def completions(request: Request) -> Response:
         check_key(request)

@@ -1,7 +1,7 @@
 """Run attempts at a prompt: an agent loop runs a session, its result is read, and failed sessions are
 retried.
 
-A loop is `async def loop(session)`; the built-in ones are at the end.
+A loop is `async def loop(session)`. The built-in ones are at the end.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class Session:
         return self.context - len(self.trajectory)
 
     def room_after(self, new: New | None) -> int:
-        """Return the tokens that a turn after `new` could have. Below 1, a turn does not fit."""
+        """Return the number of tokens that a turn after `new` may have. Below 1, no turn fits."""
         following = self.plan(new)
         return self.context - len(following.trajectory) - len(following.ids)
 

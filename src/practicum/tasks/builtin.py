@@ -35,7 +35,7 @@ def _word(draws: Draws, settings: Settings) -> str:
 
 
 def _changed_word(name: str, about: str, letters: str, change: Callable[[str], str]) -> Procedural:
-    """The kind whose answer is a word that was changed; `letters` says what its letters are for."""
+    """A kind of task whose answer is a changed word. `letters` describes the option."""
 
     def make(draws: Draws, settings: Settings) -> Example:
         word = _word(draws, settings)

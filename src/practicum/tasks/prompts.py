@@ -25,7 +25,7 @@ class Prompt:
     """A prompt with its expected answer.
 
     `uid` is its position in the stream. `row` holds all columns of a file's row (empty for built-in
-    tasks); `epoch` and `index` say which pass over the task and which row of it this is. `kind` and
+    tasks). `epoch` and `index` say which pass over the task and which row of it this is. `kind` and
     `example` are those of a built-in task. `step` is the training step that took it (0 in evaluations), and
     `recorded` is True if its rows are kept in the run's record.
     """

@@ -4,7 +4,7 @@ The form is vLLM's: `prompt` is a list of token ids, `prompt_logprobs` the numbe
 answer has for each position but the first {token id: {logprob, rank}} of these and of the prompt's own token.
 
 `practicum serve` also has a smaller form: three arrays in base64. A server offers it by `packed_scores: true`
-in an answer; only such a server is asked for it. The prompt's positions are not sent back, rows with one
+in an answer. Only such a server is asked for it. The prompt's positions are not sent back, rows with one
 prompt share its work, and nothing is generated.
 """
 
@@ -35,7 +35,7 @@ class Misaligned(Unusable):
 
 
 def read_scores(answer: Any, ids: Sequence[int], start: int, top_k: int) -> Scores:
-    """Return scores of ids[start:] from an answer; raise Unusable or Misaligned if some are missing."""
+    """Return scores of ids[start:] from an answer. Raise Unusable or Misaligned if some are missing."""
     packed = answer.get(KEY) if isinstance(answer, dict) else None
     name = KEY if isinstance(packed, dict) else "prompt_logprobs"
     try:
@@ -76,13 +76,13 @@ def _positions(answer: Any, ids: Sequence[int]) -> Sequence[Any]:
         choice = answer["choices"][0]
         positions, echoed = choice.get("prompt_logprobs"), choice.get("prompt_token_ids")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise Unusable("its answer has no choices as /v1/completions gives them") from error
+        raise Unusable("its response has no choices as those of /v1/completions") from error
     if not positions:
         raise Unusable("its answer has no prompt_logprobs")
     if echoed is not None and list(echoed) != list(ids):
         raise Misaligned(f"it scored {len(echoed)} other token ids than the {len(ids)} that were sent")
     if len(positions) != len(ids):
-        raise Misaligned(f"it gave logprobs of {len(positions)} positions for {len(ids)} tokens")
+        raise Misaligned(f"it returned logprobs of {len(positions)} positions for {len(ids)} tokens")
     return positions
 
 
@@ -91,7 +91,7 @@ def _read_position(
 ) -> tuple[float, list[tuple[int, float]]]:
     """Return the logprob of a token, and the most likely tokens of its position, best first."""
     if entry is None:
-        raise Unusable(f"it gave no logprobs for position {at}")
+        raise Unusable(f"it returned no logprobs for position {at}")
     if (own := entry.get(str(token))) is None:
         raise Misaligned(f"the logprobs of position {at} do not have the token {token} that was sent there")
     top: list[tuple[int, float]] = []
@@ -100,7 +100,7 @@ def _read_position(
         # Equally likely tokens may share a rank: then the prompt's own token is the extra one.
         top = [(i, logprob) for rank, _, i, logprob in sorted(ranked)[:top_k] if rank <= top_k]
         if len(top) < top_k:
-            raise Unusable(f"it gave {len(top)} of the {top_k} most likely tokens of position {at}")
+            raise Unusable(f"it returned {len(top)} of the {top_k} most likely tokens of position {at}")
     return own["logprob"], top
 
 
@@ -114,7 +114,10 @@ def pack(scores: Scores) -> dict[str, str]:
 
 
 def unpack(packed: Mapping[str, Any], count: int, top_k: int) -> Scores:
-    """Return scores of `count` tokens; ValueError, KeyError or TypeError if the arrays are others."""
+    """Return scores of `count` tokens.
+
+    Raise ValueError, KeyError or TypeError if the arrays are malformed.
+    """
     logprobs = _decode(packed, "logprobs", (count,))
     if not top_k:
         return Scores(logprobs, None, None, version=0)

@@ -19,7 +19,7 @@ TOLERANCE = 1e-3
 
 
 class RemoteScorer(Client, Scorer):
-    """A place behind a URL; at most `teacher.concurrency` requests are open at once."""
+    """A teacher behind a URL, with at most `teacher.concurrency` open requests."""
 
     serve_commands = "practicum serve or vllm serve"
     name_options = "practicum serve … --name, vllm serve … --served-model-name"
@@ -35,8 +35,8 @@ class RemoteScorer(Client, Scorer):
         if options.hidden or options.temperature != 1:
             what = "hidden states" if options.hidden else f"logprobs at temperature {options.temperature:g}"
             raise TeacherError(
-                f"teacher {self.name} can't give {what} of {request.name}: "
-                "a server gives logprobs at temperature 1"
+                f"teacher {self.name} can't return {what} of {request.name}: "
+                "a server returns logprobs at temperature 1"
             )
         if request.images is not None:
             raise TeacherError(
@@ -71,9 +71,9 @@ class RemoteScorer(Client, Scorer):
 async def probe_teacher(
     teacher: RemoteScorer, options: ScoreOptions, vocab_size: int, context_needed: int
 ) -> None:
-    """Ask a server for its models and, twice, for the scores of a known sequence; else a RecipeError.
+    """Ask a server for its models and, twice, for the scores of a known sequence.
 
-    `context_needed` is the longest prompt and response together.
+    Raise a RecipeError if it fails. `context_needed` is the longest prompt and response together.
     """
     longest = (await teacher.check_model()).get("max_model_len")
     if longest is not None and longest < context_needed + 1:

@@ -1,4 +1,4 @@
-"""Find the teacher of a prompt, and the prefix that only the teacher reads. Pure functions."""
+"""Pure functions that find a prompt's teacher and the prefix that only the teacher reads."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ _SPACE = "\u2581"
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the bytes that each token stands for; special tokens stand for none.
+    """Return the bytes of each token. Special tokens have none.
 
-    Byte-level vocabularies, those of sentencepiece and plain text are known; others are a RecipeError.
+    Supports byte-level, SentencePiece and plain-text vocabularies. Raise RecipeError for others.
     """
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
@@ -146,7 +146,7 @@ class SharedTokens:
         return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), chunks)
 
     def coverage(self, response: Sequence[int]) -> Coverage:
-        """Count the tokens of an answer but special ones."""
+        """Count the tokens of a response, without special ones."""
         strict = set(self.align(response).pairs[:, 0].tolist())
         texts = [place for place, token in enumerate(response) if self._own[token]]
         numerals = [place for place in texts if any(48 <= byte < 58 for byte in self._own[response[place]])]
@@ -164,7 +164,7 @@ class SharedTokens:
     def request(
         self, prompt: Prompt, before: str, response: Sequence[int], top_RK: Tensor | None, name: str
     ) -> tuple[ScoreRequest, Alignment]:
-        """Return what the teacher is asked about an answer; `top_RK` are the student's most likely tokens."""
+        """Return the request to the teacher for a response. `top_RK` are the student's most likely tokens."""
         found = self.align(response)
         asked = (
             [int(i) for i in self.teacher(before, add_special_tokens=False)["input_ids"]] if before else []
@@ -197,7 +197,7 @@ class SharedTokens:
 
 
 def match_of(found: Alignment | None, length: int) -> Tensor:
-    """Return the field teacher_match of a row; without an alignment vocabularies are the same."""
+    """Return the field teacher_match of a row. Without an alignment vocabularies are the same."""
     if found is None:
         return torch.full((length,), SAME_TOKENS)
     match_R = torch.full((length,), NO_MATCH)
@@ -206,7 +206,7 @@ def match_of(found: Alignment | None, length: int) -> Tensor:
 
 
 def shared_tokens(recipe: Recipe, student: PreTrainedTokenizerBase) -> dict[str, SharedTokens]:
-    """Return the shared tokens of each teacher with another tokenizer; none if the recipe compares by id."""
+    """Return the shared tokens of each teacher with another tokenizer, or {} if the recipe compares by id."""
     if recipe.distill is None or recipe.distill.signal != "shared":
         return {}
     found = {}

@@ -225,7 +225,7 @@ def check_bases(teachers: Mapping[str, Teacher], student: Model, base: str) -> N
 
 
 def coverages(recipe: Recipe, shared: Mapping[str, SharedTokens]) -> dict[str, Coverage]:
-    """Return how much of the texts of prompts and answers teachers with another tokenizer share."""
+    """Return the share of tokens that teachers with another tokenizer can compare."""
     found = dict.fromkeys(shared, Coverage())
     for prompt in make_stream(recipe.tasks, recipe.seed).take(COVERED if shared else 0):
         named = shared.keys() & set(recipe.teachers)
@@ -268,7 +268,7 @@ def longest_prompts(
 def check_images(
     teachers: Mapping[str, Teacher], source: Model, student: PreTrainedTokenizerBase
 ) -> Iterator[RecipeError]:
-    """Check that each teacher is a vision model with the student's image settings, as it reads its
+    """Check that each teacher is a vision model with the student's image settings, because it reads its
     patches."""
     if (processor := load_processor(source, student)) is None:
         return

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from practicum.errors import DataError, EngineError, RecipeError, RecipeErrors
 from practicum.models.load_model import stop_ids
 from practicum.models.model_files import read_generation
+from practicum.models.tokenizer import CHARACTERS
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.sessions.attempts import MESSAGES
@@ -124,10 +125,10 @@ class _TaskCheck:
             advice = f"set {key}.chat: true, or remove system"
             yield RecipeError(f"{key}.system", "a system message", expected, advice)
         if self._unknown:
-            expected, advice = (
-                "text that the model's tokenizer can encode",
-                "use a model that covers these characters",
-            )
+            expected = "text that the model's tokenizer can encode"
+            advice = "use a model that covers these characters"
+            if self.recipe.model.random_init is not None:
+                advice = f"use a pretrained model, or only random_init's characters: {CHARACTERS!r}"
             found = f"{self._unknown[0]} ({len(self._unknown):,} such rows)"
             yield RecipeError(f"tasks.{self.name}", found, expected, advice)
         if self._too_long:

@@ -412,8 +412,9 @@ def summary(outcome: Run) -> str:
     """Summarise a run in a few lines: state, scores before and after, folder and warnings."""
     ended = "stopped, --resume continues it" if outcome.interrupted else "done"
     lines = [f"{outcome.name}: {ended} · {outcome.steps} steps in {outcome.seconds:.0f} s · {outcome.folder}"]
+    domains = {name.split("/", 2)[2] for name in outcome.last_eval if name.count("/") > 1}
     for name, last in outcome.last_eval.items():
-        if name.startswith("eval/"):
+        if name.startswith("eval/") and (len(domains) > 1 or name.count("/") == 1):
             first = outcome.first_eval.get(name)
             lines.append(f"  {name} {f'{first:.3f} → ' if first is not None else ''}{last:.3f}")
     if outcome.interrupted and outcome.steps:

@@ -237,7 +237,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Apply the umask to a folder's files, as some libraries make files private."""
+    """Apply the umask to a folder's files, because some libraries create private files."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o666

@@ -91,7 +91,7 @@ def open_run(path: str | Path) -> Run:
     `signal`, which no file holds."""
     folder = RunFolder(Path(path))
     if not folder.is_used:
-        raise PracticumError(f"{path} is no run folder: give what `train` wrote, such as runs/NAME")
+        raise PracticumError(f"{path} is no run folder: name one that `train` wrote, such as runs/NAME")
     rows, log = read_rows(folder.path / "metrics.jsonl"), folder.path / "log.txt"
     evaluations = [
         scores for row in rows if (scores := {n: x for n, x in row.items() if n.startswith("eval/")})

@@ -44,8 +44,8 @@ class Saver:
         if following not in (None, position):
             raise CheckError(
                 f"a checkpoint of step {progress.step} would continue with prompt {position}, and the prompt "
-                f"after that step's last one is {following}: a resumed run would pass over prompts, or "
-                "repeat some"
+                f"after that step's last one is {following}: a resumed run would skip or "
+                "repeat prompts"
             )
         progress.positions = self.folder.positions()
         self._mark = replace(progress, seconds=seconds)
@@ -93,4 +93,4 @@ class Saver:
 def crash_cost(rules: Checkpoint, steps: int) -> str:
     steps_lost = f"{rules.every} steps or " if rules.every and rules.every < steps else ""
     killed = f"at most {steps_lost}{EVERY_MINUTES} minutes and a step"
-    return f"a crash: an error loses the current step; kill -9, or an error during an update, {killed}"
+    return f"after a crash: an error loses the current step, kill -9 or an error in an update {killed}"

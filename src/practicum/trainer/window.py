@@ -49,7 +49,7 @@ class Schedule:
         return step % (self.lag + 1)
 
     def in_flight(self, learnt: int) -> range:
-        """Return the steps whose weights exist after `learnt` steps, so that they can be sampled."""
+        """Return the steps that can be sampled after `learnt` updates, because their weights exist."""
         return range(learnt + 1, min(learnt + 1 + self.lag, self.steps) + 1)
 
 
@@ -63,7 +63,7 @@ class _UnderWay:
 
 
 class Window:
-    """Samples steps ahead of the learner, as far as the schedule allows."""
+    """Samples steps ahead of the learner by a fixed schedule."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """What the package `renderers` continues conversations with: `python bridges.py < cases.json`.
 
-A case has the folder of a tokenizer, the renderer's name, the tokens so far and the messages that follow. The
-program runs in the environment of verifiers and prints the tokens of each, or null.
+A case has the folder of a tokenizer, the renderer's settings, the tokens so far and the messages that follow.
+The program runs in the environment of verifiers and prints the tokens of each, or null.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def bridge(case: dict[str, Any], made: dict[str, Any]) -> list[int] | str | None
     try:
         if case["folder"] not in made:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(case["folder"])
-            config: Any = TypeAdapter(RendererConfig).validate_python({"name": case["family"]})
+            config: Any = TypeAdapter(RendererConfig).validate_python(case["config"])
             made[case["folder"]] = create_renderer(tokenizer, config)
         renderer = made[case["folder"]]
         found = renderer.bridge_to_next_turn(case["prompt"], case["turn"], case["new"], tools=case["tools"])

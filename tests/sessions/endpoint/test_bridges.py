@@ -27,8 +27,10 @@ from tests.sessions.sessions import Scripted, byte_tokenizer, session_of
 PYTHON = ROOT / ".venv-verifiers/bin/python"
 FAMILIES = {
     "qwen3": ("qwen3", "<|im_end|>"),
+    "qwen3 instruct-2507": ("qwen3_instruct_2507", "<|im_end|>"),
     "qwen3-vl": ("qwen3_vl", "<|im_end|>"),
     "qwen3.5": ("qwen3_5_think", "<|im_end|>"),
+    "qwen3.5 without thinking": ("qwen3_5_nothink", "<|im_end|>"),
     "qwen3.6": ("qwen3_6", "<|im_end|>"),
     "qwen3.8": ("qwen3_8", "<|im_end|>"),
     "glm-4.5": ("glm4moe", "<|user|>"),
@@ -37,10 +39,12 @@ FAMILIES = {
     "deepseek-v3": ("deepseekv3", "<｜end▁of▁sentence｜>"),
     "deepseek-r1": ("deepseek_r1_distill", "<｜end▁of▁sentence｜>"),
     "nemotron-3": ("nemotron_3_nano", "<|im_end|>"),
+    "nemotron-3 super": ("nemotron_3_super", "<|im_end|>"),
     "nemotron-3-ultra": ("nemotron_3_ultra", "<|im_end|>"),
     "nemotron-3.5": ("nemotron_3_5_lightning", "<|im_end|>"),
 }
-"""By the renderer's name: the template, and the token that ends a turn."""
+"""By the renderer's name and perhaps the models': the template, and the token that ends a turn."""
+SETTINGS = {"qwen3.5 without thinking": {"enable_thinking": False}}
 OBSERVATION = "<|observation|>"
 """Ends turns of GLM that call a tool."""
 STARTS = {"llama-3": "<|begin_of_text|>", "gemma4": "<bos>", "deepseek-v3": "<｜begin▁of▁sentence｜>"}
@@ -115,7 +119,8 @@ def compared(folder: Path) -> dict[tuple[str, str], tuple[Any, Any]]:
         tokenizer.save_pretrained(folder / family)
         for case, (text, new) in CASES.items():
             prompt, turn, ours[family, case] = continued(tokenizer, text, new)
-            shared = {"folder": str(folder / family), "family": family, "tools": [TOOL]}
+            config = {"name": family.split()[0]} | SETTINGS.get(family, {})
+            shared = {"folder": str(folder / family), "config": config, "tools": [TOOL]}
             asked.append(shared | {"prompt": prompt, "turn": turn, "new": new})
     program = [str(PYTHON), f"{Path(__file__).parent}/bridges.py"]
     done = subprocess.run(

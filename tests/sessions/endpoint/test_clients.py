@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from practicum.sessions.session import Session, Trajectory
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.messages import Message, tool_result
 from practicum.trainer.run import train_loaded
-from tests.sessions.endpoint.driven import CALL, Running, chat_session, rows, user, with_agent
+from tests.sessions.endpoint.driven import CALL, TOKENIZER, chat_session, rows, user
 from tests.sessions.endpoint.test_turns import script
+from tests.sessions.sessions import session_of
 from tests.trainer.recipes import tiny
 from tests.trainer.test_agents import REWARD, numbers
 from tests.trainer.test_run import weights_of
@@ -190,21 +192,24 @@ def test_concurrent_clients_on_a_bad_network_leave_the_same_rows(seed: int):
 
 @needs_clients
 @pytest.mark.long
-def test_a_smolagents_agent_leaves_the_rows_of_its_conversation():
+def test_a_smolagents_agent_leaves_the_rows_of_a_session_with_its_messages():
+    """It writes its prompt and the tools' results in its own words, so these are the session's."""
     answer = '<tool_call>{"name": "final_answer", "arguments": {"answer": "3"}}</tool_call>'
     turns = (f"so {CALL}", CALL, f"it is 3 {answer}")
     kept: list[Any] = []
-
-    async def replay(running: Running) -> None:
-        tools, conversation = kept
-        messages: list[Message] = []
-        for message in conversation:
-            is_turn = message["role"] == "assistant"
-            messages.append((await running.chat(messages, tools=tools))["message"] if is_turn else message)
-
     trajectories = held_by("smolagents", Keeping(turns, kept))
+    tools, messages = kept
+    by_role = itertools.groupby(messages, lambda message: message["role"] == "assistant")
+    opening, *results = [list(group) for is_turn, group in by_role if not is_turn]
+    session = session_of(opening, script(*turns), TOKENIZER, chat=True, tools=tools)
+
+    async def loop() -> None:
+        for new in (None, *results):
+            await session.generate(new)
+
+    asyncio.run(loop())
     assert [(t.turns, t.breaks) for t in trajectories] == [(3, 0)]
-    assert rows(with_agent(chat_session(script(*turns), **GIVEN), replay)) == rows(trajectories)
+    assert rows(trajectories) == rows(session.trajectories)
 
 
 class Keeping:
@@ -215,10 +220,7 @@ class Keeping:
 
     async def next(self, trajectory: Trajectory, sampling: Any, counter: Any, session: Session) -> Any:
         generation = await self._script.next(trajectory, sampling, counter, session)
-        self._kept[:] = [
-            list(session.start.tools),
-            [*trajectory.messages, {"role": "assistant", "content": ""}],
-        ]
+        self._kept[:] = [list(session.start.tools), trajectory.messages]
         return generation
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ from practicum.sessions.endpoint.agent_session import AgentSession, RequestMarks
 from practicum.sessions.endpoint.dialects import DIALECTS
 from practicum.sessions.session import Trajectory
 from practicum.tasks.messages import Message
-from tests.sessions.endpoint.driven import TOOL, Writer, chat_session, user
+from tests.sessions.endpoint.driven import (
+    TOOL,
+    Running,
+    Writer,
+    chat_session,
+    through_json,
+    user,
+    with_agent,
+)
 
 OPENINGS = ([user("1+2?")], [{"role": "system", "content": "ab"}, user("1+2?")], [user("sub ab a")])
 TOOLS = ([], [{"type": "function", "function": TOOL}])
@@ -177,3 +186,30 @@ def test_every_turn_of_300_fuzzed_conversations_is_trained_once():
 @pytest.mark.long
 def test_every_turn_of_ten_thousand_fuzzed_conversations_is_trained_once():
     run(2000)
+
+
+ODD: list[Any] = [None, True, -1, 0.5, 10**30, "", "x", "\ud800", [], {}, [None], {"a": 1}]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each value in a JSON value, as its container and key."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield value, key
+        yield from places(inner)
+
+
+def test_a_request_with_an_odd_value_gets_a_turn_or_a_refusal():
+    draw, said = random.Random(1), {"role": "assistant", "content": "ab"}
+
+    async def client(running: Running) -> None:
+        for _ in range(250):
+            path = draw.choice(["chat/completions", "messages", "messages/count_tokens", "responses"])
+            body = through_json(_written(path.split("/count")[0], [*OPENINGS[1], said, user("b")], TOOLS[1]))
+            container, key = draw.choice([*places(body)])
+            container[key] = draw.choice(ODD)
+            response = await running.http.post(f"/v1/{path}", content=json.dumps(body))
+            assert response.status_code in (200, 400), json.dumps(body)
+            assert not running.agent.trouble.done(), json.dumps(body)
+
+    with_agent(chat_session(Writer(), agent={"turns": 1000}), client)

@@ -39,7 +39,7 @@ INLINE_BYTES = 128 * 2**10
 
 @dataclass(frozen=True)
 class RayStoreHandle:
-    """The address of a ray store; see `StoreHandle`."""
+    """The address of a ray store. See `StoreHandle`."""
 
     index: Any
     inline_bytes: int = INLINE_BYTES
@@ -117,7 +117,7 @@ class RayStore:
             self.put(batch, columns)
 
     def _write(self, packed: Packed) -> Any:
-        """Put bytes where others can read them; return their locator."""
+        """Put bytes where other processes can read them, and return their locator."""
         if packed.nbytes < self._inline_bytes:
             return pickle.dumps(packed, protocol=5)
         try:
@@ -130,7 +130,10 @@ class RayStore:
             ) from error
 
     def _free(self, locators: Sequence[Any]) -> None:
-        """Free the bytes of puts that the index reports as freed: here, Ray counts references itself."""
+        """Free the bytes of puts that the index reports as freed.
+
+        Does nothing, because Ray counts references.
+        """
 
     def _commit(self, put: Put) -> None:
         if isinstance(put.locator, ObjectRef):
@@ -152,7 +155,7 @@ class RayStore:
         return self._index.call.remote(method, pickle.dumps(args, protocol=5), list(refs))
 
     def _answer(self, method: str, call: Any, timeout_s: float) -> Any:
-        """Return the result of a call; raise the index's errors as they were raised there."""
+        """Return the result of a call, or raise the index's error."""
         try:
             return decode_answer(ray.get(call, timeout=timeout_s))
         except RayTaskError as error:

@@ -54,7 +54,7 @@ class ColumnLocations(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """A put that is referred to by `cells` (row, field) pairs; it is freed with the last of them."""
+    """A put that is referred to by `cells` (row, field) pairs. It is freed with the last of them."""
 
     locator: Any
     cells: int
@@ -75,7 +75,7 @@ class RowLocations(RowTable[_Cell]):
         return _freed(super().clear(partition, keys))
 
     def locate(self, partition: str, keys: Sequence[PlainKey], names: Sequence[str]) -> ColumnLocations:
-        """Return where these fields of these rows are; a row or a field that is missing is an error."""
+        """Return where these fields of these rows are. Raise StoreError if a row or a field is missing."""
         numbers: dict[_Source, int] = {}
         columns = {
             name: [

@@ -1,4 +1,4 @@
-"""TransferQueue's processes, started, watched and ended here; and a process's client of them.
+"""TransferQueue's processes, started, watched and ended here, and a process's client of them.
 
 The client moves blobs of bytes in and out, with a deadline on every call.
 """
@@ -34,7 +34,7 @@ _SIGN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """TransferQueue's processes; can be pickled to actors that have not imported TransferQueue."""
+    """TransferQueue's processes. It can be pickled to actors that have not imported TransferQueue."""
 
     uid: str
     controller: Any
@@ -52,7 +52,7 @@ class Servers:
         return self._look()[0]
 
     def silence(self) -> str | None:
-        """Return which processes do not answer without being dead, or None if all answer."""
+        """Return the processes that are alive and don't answer, or None if all answer."""
         _, silent = self._look()
         names = " and ".join(f"TransferQueue's {name}" for name in silent)
         return f"{names} gave no sign of life for {_SIGN_S:g} s" if silent else None
@@ -82,7 +82,7 @@ class Servers:
 
 
 def start_servers(units: int, *, timeout_s: float) -> Servers:
-    """Start the controller and `units` storage units; all are up when it returns."""
+    """Start the controller and `units` storage units. All are up when it returns."""
     transferqueue.prepare_import(timeout_s)
     room, options = _reserve(units), transferqueue.storage_options(units)
     controller_class, unit_class = transferqueue.server_classes()
@@ -119,7 +119,7 @@ def start_servers(units: int, *, timeout_s: float) -> Servers:
 
 
 def _reserve(units: int) -> PlacementGroup:
-    """Reserve a CPU for the controller and for each unit; a RecipeError if the cluster has too few."""
+    """Reserve a CPU for the controller and for each unit. Raise a RecipeError if the cluster has too few."""
     total = ray.cluster_resources().get("CPU", 0.0)
     if total >= 1 + units:
         room = placement_group([{"CPU": 1.0}] * (1 + units), strategy="SPREAD")
@@ -208,11 +208,11 @@ class TransferQueueClient:
             raise
 
     def get(self, names: Sequence[str], timeout_s: float) -> list[Tensor]:
-        """Return the blobs of these names; raise `BlobMissing` if one is not there."""
+        """Return the blobs of these names. Raise BlobMissing if one is missing."""
         return self.call(self._get(list(names)), f"return {len(names)} blobs", timeout_s) if names else []
 
     def clear(self, names: Sequence[str], timeout_s: float) -> None:
-        """Forget these blobs; those that are not there are skipped."""
+        """Delete these blobs, and skip missing ones."""
         if names:
             self.call(self._clear(list(names)), f"forget {len(names)} blobs", timeout_s)
 
@@ -222,7 +222,7 @@ class TransferQueueClient:
             raise StoreError(self._broken)
 
     def close(self) -> None:
-        """Close sockets and threads; safe to call twice."""
+        """Close sockets and threads. Further calls have no effect."""
         if self._thread.is_alive():
             self._broken = self._broken or "the store is closed"
             futures.wait([asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)], _CHECK_S)
@@ -258,7 +258,7 @@ class TransferQueueClient:
 
 
 async def _cancel_all() -> None:
-    """Cancel all other tasks of this loop; a task that is merely dropped leaves its socket open."""
+    """Cancel all other tasks of this loop. A task that is merely dropped leaves its socket open."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -270,7 +270,10 @@ _LOCK = threading.Lock()
 
 
 def client_of(servers: Servers, timeout_s: float) -> TransferQueueClient:
-    """Return this process's client of these servers, made at the first call and shared by all its stores."""
+    """Return this process's client of these servers.
+
+    It is created by the first call and shared by all stores.
+    """
     with _LOCK:
         client = _CLIENTS.get(servers.uid)
         if client is None:

@@ -1,6 +1,6 @@
 """The `transferqueue` store: packed columns in the processes of TransferQueue, found through the index.
 
-TransferQueue holds bytes and nothing else; keys and tags are in the index, as for the `ray` store. A put is
+TransferQueue holds bytes and nothing else. Keys and tags are in the index, as for the `ray` store. A put is
 one blob: its id and the pickled columns, because TransferQueue's cost grows with rows × fields, not with
 bytes. Its sockets unpickle what any TCP peer sends them: for trusted networks only.
 """
@@ -38,7 +38,7 @@ _ID_BYTES = 16
 
 @dataclass(frozen=True)
 class TransferQueueHandle:
-    """The address of a transferqueue store; see `StoreHandle`. Every put outlives its writer."""
+    """The address of a transferqueue store. See `StoreHandle`. Every put outlives its writer."""
 
     index: Any
     servers: Servers

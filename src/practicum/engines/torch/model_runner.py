@@ -215,7 +215,7 @@ def _compute(
 def decode(
     runner: ModelRunner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Decode one new token for each slot after its `length` tokens, which is also the default position.
+    """Decode one new token for each slot after its `length` tokens. The default position is `length`.
 
     Return last hidden states [B, hidden] and experts.
     """

@@ -82,7 +82,7 @@ class CachedSequence:
         return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
 
     def beginning_of(self, prompt: PromptKey) -> CachedSequence | None:
-        """Return the tokens that the prompt begins with too; None if they are less than half of it.
+        """Return the longest common prefix with the prompt, or None if it is less than half of it.
 
         States and images belong to whole sequences alone.
         """

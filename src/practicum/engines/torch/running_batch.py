@@ -175,7 +175,7 @@ class RunningBatch:
     def regroup(self, gone: Sequence[int]) -> list[tuple[int, int, int]]:
         """Forget these rows, and split the sequences whose rows have different newest tokens.
 
-        Return the copies to make between slots, (source, target, length); no target is a source.
+        Return the copies to make between slots, (source, target, length). No target is a source.
         """
         if not gone and self.count == self.sequences:
             return []

@@ -211,7 +211,9 @@ class VllmEngine(Engine):
         """Free weights and KV memory until `wake`. vLLM's other memory stays."""
         self._check_idle("sleep")
         if self._source is None and not self._has_folder_weights:
-            raise EngineError("a vLLM engine without a source of weights can't sleep: it would forget them")
+            raise EngineError(
+                "a vLLM engine without a source of weights can't sleep: its weights could not be restored"
+            )
         freed = self.memory() if self._write_adapter is None else Memory(0, self.facts.kv)
         self._reset_cache()
         if self._own_sleep:  # level 1 keeps the weights in the host's memory

@@ -72,7 +72,7 @@ class VllmThread:
     def pid(self) -> int:
         """The process id of the engine core."""
         if self._process is None:
-            raise EngineError(f"vLLM of {self._setup.where} has no process: it did not start")
+            raise EngineError(f"vLLM of {self._setup.where} is not running: it did not start")
         return self._process.pid
 
     def ready(self, first: Callable[[], Coroutine[Any, Any, object]]) -> None:

@@ -81,7 +81,7 @@ class Comparison:
 
 
 def compare_runs(one: Path, two: Path) -> Comparison:
-    """Compare two run folders; one that is none is a PracticumError.
+    """Compare two run folders. Raise PracticumError if one is no run folder.
 
     In each step the recorded rows come before the metrics, and fields in the order in which stages write
     them, so that the first difference is the nearest to its cause. Times are not compared, and metrics that
@@ -144,7 +144,7 @@ def _last_scores(
 
 
 def _is_explained(found: Difference, recipe: Mapping[str, Any]) -> bool:
-    """Return True if a metric differs because a key of the recipe that it repeats does."""
+    """Return True if a metric differs only because it repeats a recipe key that differs."""
     keys = _EXPLAINED.get(found.field, _EXPLAINED.get(found.field.partition("/")[0], ()))
     return any(name == key or name.startswith(f"{key}.") for key in keys for name in recipe)
 
@@ -169,7 +169,7 @@ def comparison_text(found: Comparison) -> str:
 
 
 def _score_lines(found: Comparison) -> list[str]:
-    """Return a line for each score with the run that has the better one; less KL is not better or worse."""
+    """Return a line for each score with the run that has the better one. Less KL is not better or worse."""
     table = [["last values", *map(str, found.runs), "better"]]
     for name, values in found.scores.items():
         better = ""
@@ -231,7 +231,7 @@ def _tags(row: RowSummary) -> dict[str, Any]:
 def _compare(
     step: int, one: Mapping[str, Any], two: Mapping[str, Any], key: Key | None = None
 ) -> Iterator[Difference]:
-    """Yield the values of one name that differ; NaN is equal to NaN."""
+    """Yield the values of one name that differ. NaN is equal to NaN."""
     for name in dict.fromkeys([*one, *two]):
         a, b = one.get(name), two.get(name)
         if a != b and not (a != a and b != b):

@@ -60,7 +60,7 @@ class LineFile:
     """JSON lines of one file. `refresh` passes each new whole line to `take`.
 
     A file that became shorter (a resumed run cut it back) or was replaced is read again from its start:
-    `restart` is called first. A last line without its end is left for later; a line that is no JSON, or
+    `restart` is called first. A last line without its end is left for later. A line that is no JSON, or
     that `take` refuses with a ValueError, is counted in `broken`.
     """
 
@@ -70,7 +70,7 @@ class LineFile:
         self._position, self._file_id, self._tail = 0, 0, b""
 
     def refresh(self) -> bool:
-        """Read what is new; True if there was anything."""
+        """Read new lines. Return True if there are any."""
         changed = self.was_cut()
         if changed:
             self._position, self._tail, self.broken = 0, b"", 0

@@ -103,7 +103,7 @@ class Record:
         self.problems.clear()
 
     def refresh(self) -> bool:
-        """Read what was added; True if anything was. A resumed run may have cut its files back."""
+        """Read new lines. Return True if there are any. A resumed run may have cut its files back."""
         if any(file.was_cut() for file in self._files.values()):
             self._clear()
         news = False

@@ -1,7 +1,7 @@
 """The files of a record: where each process writes, the format, and the columns that the update adds.
 
 `RUN/record/` has two files for each process that writes. `ROLE-NUMBER.jsonl` begins with `HEADER`. A line has
-the rows that a stage wrote, with tags, the places of their columns and checksums; or it is a `StageSpan`.
+the rows that a stage wrote, with tags, the places of their columns and checksums, or it is a `StageSpan`.
 `ROLE-NUMBER.bin` has the columns, one safetensors block for each row and stage.
 """
 

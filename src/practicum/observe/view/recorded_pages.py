@@ -29,7 +29,7 @@ _STUDENT = ("learner_logprobs", "old_logprobs", "plain_logprobs", "rollout_logpr
 
 
 class TokenTexts:
-    """Texts of token ids, and which are special; without a tokenizer, their numbers."""
+    """Texts of token ids, and which are special. Without a tokenizer, they are their numbers."""
 
     def __init__(self, path: Path | None) -> None:
         self._tokenizer, self._special, self._is_bytes = None, set[int](), False
@@ -153,7 +153,7 @@ def _token_columns(row: RecordedRow, length: int) -> dict[str, list[Any]]:
 
 
 def _numbers(values: np.ndarray) -> list[Any]:
-    """Return the entries as Python numbers; of a float32, the one with the shortest text."""
+    """Return the entries as Python numbers. For a float32, it is the one with the shortest text."""
     return (values.astype(str).astype(np.float64) if values.dtype == np.float32 else values).tolist()
 
 

@@ -26,7 +26,7 @@ class MetricTable:
         self._columns: dict[str, tuple[list[int], list[float]]] = {}
 
     def add(self, row: Mapping[str, Any], *_: int) -> None:
-        """Add one line of metrics.jsonl; what is no number is left out."""
+        """Add one line of metrics.jsonl, without values that are no numbers."""
         step = row.get("step")
         if not isinstance(step, int):
             return
@@ -46,7 +46,7 @@ class MetricTable:
         return self._columns.get(name, ([], []))
 
     def at(self, step: int) -> dict[str, float]:
-        """Return all metrics of one step; step 0 is the evaluation before training."""
+        """Return all metrics of one step. Step 0 is the evaluation before training."""
         row = {}
         for name, (steps, values) in self._columns.items():
             place = bisect_left(steps, step)
@@ -55,7 +55,7 @@ class MetricTable:
         return row
 
     def series(self, name: str, first: float, last: float) -> dict[str, Any]:
-        """Return a curve for a chart between two steps, thinned."""
+        """Return a curve between two steps, downsampled for a chart."""
         steps, values = (np.asarray(part, dtype=float) for part in self.column(name))
         inside = (steps >= first) & (steps <= last)
         return thin(steps[inside], values[inside], POINTS)
@@ -92,7 +92,7 @@ COLUMNS = ("step", "prompt", "session", "tokens", "version", *NUMBER_COLUMNS, *T
 
 
 class SessionTable:
-    """Columns of lines of samples.jsonl or eval.jsonl; texts are numbers of `words`."""
+    """Columns of samples.jsonl or eval.jsonl. Texts are indices into `words`."""
 
     def __init__(self) -> None:
         self.clear()
@@ -107,7 +107,7 @@ class SessionTable:
         """Numbers of the rows of each step and prompt."""
 
     def add(self, row: Mapping[str, Any], position: int, length: int) -> None:
-        """Add one line; one that names no session is a ValueError."""
+        """Add one line. Raise ValueError if it names no session."""
         step, group, session = (row.get(name, 0) for name in ("step", "group", "session"))
         if not all(isinstance(part, int) for part in (step, group, session)):
             raise ValueError("step, group and session are numbers")
@@ -125,7 +125,7 @@ class SessionTable:
         self.places.append((position, length))
 
     def after(self, count: int) -> dict[str, Any]:
-        """Return the rows from number `count` on, as the page holds them."""
+        """Return the rows after the first `count`, in the page's format."""
         return {
             "from": count,
             "rows": max(0, len(self.places) - count),

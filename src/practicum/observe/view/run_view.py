@@ -48,7 +48,7 @@ QUIET_S = 120.0
 
 
 class RunView:
-    """Reads a run folder. Each method returns JSON-ready data; `refresh` reads what is new in the files."""
+    """Reads a run folder. Each method returns JSON-ready data. `refresh` reads what is new in the files."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.id = path, name
@@ -102,7 +102,10 @@ class RunView:
             }
 
     def recipe(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data; nothing if it is not there yet or can't be read."""
+        """Return the resolved recipe as plain data.
+
+        Return nothing if it is not there yet or can't be read.
+        """
         path = self.path / "recipe.yaml"
         stamp = _size_and_time(path)
         if stamp != self._recipe[0]:
@@ -239,7 +242,7 @@ class RunView:
         return page or {"missing": missing}
 
     def step(self, step: int) -> dict[str, Any]:
-        """Return the stages of a step, its plan and its metrics; step 0 is the newest."""
+        """Return the stages of a step, its plan and its metrics. Step 0 is the newest."""
         record = self.record()
         with self.fresh("metrics"):
             steps = [number for number in self.metrics.steps if number > 0]
@@ -300,7 +303,7 @@ class RunView:
 
 
 def run_state(folder: Path, versions: Mapping[str, Any]) -> tuple[str, str]:
-    """Return how the last start of a run stands: a word, and a sentence for people."""
+    """Return the state of a run's last start, as a word and as a sentence."""
     if not versions:
         return "waiting", "The run has not started yet: this page fills as soon as it does."
     files = [folder / name for name in ("metrics.jsonl", "log.txt", "versions.json")]

@@ -1,4 +1,4 @@
-"""`practicum view`: from the given folders to a page that is served until Ctrl-C."""
+"""`practicum view`: serve a page for the given run folders until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def find_runs(folders: Sequence[Path]) -> list[RunView]:
         found = [marker for marker in markers if "practicum" in read_mapping(marker)]
         if not found:
             raise PracticumError(
-                f"There is no run in {folder}: expected a folder of a run, such as runs/NAME, or of runs. "
-                "`practicum demo` or `practicum train RECIPE` makes one"
+                f"no run found in {folder}: expected a run folder such as runs/NAME, or a folder of runs. "
+                "Start one with `practicum demo` or `practicum train RECIPE`"
             )
         paths += [marker.parent for marker in sorted(found, key=lambda marker: -marker.stat().st_mtime)]
     return name_runs(paths)
@@ -56,7 +56,10 @@ def name_runs(folders: Sequence[Path]) -> list[RunView]:
 
 
 def listen(port: int | None) -> socket.socket:
-    """Return a socket on this machine alone; without a port the usual one, or any if that is in use."""
+    """Return a socket on this machine alone.
+
+    Without a port, use the usual one, or a free one if that is in use.
+    """
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -97,7 +100,7 @@ def serve_runs(
 
 
 def make_server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
-    """Return a server over these runs; it ends when its `should_exit` is set."""
+    """Return a server over these runs. It ends when its `should_exit` is set."""
     app = make_app(runs, token, lambda: server.should_exit)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
     server = uvicorn.Server(config)

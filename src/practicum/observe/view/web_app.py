@@ -179,7 +179,7 @@ async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncI
 
 
 def static(name: str) -> Response:
-    """Return a file of the page; nothing outside of its folder."""
+    """Return a file of the page, and nothing outside of its folder."""
     parts = name.split("/")
     path = STATIC.joinpath(*parts)
     if any(part in ("", ".", "..") for part in parts) or not name.endswith(SUFFIXES) or not path.is_file():

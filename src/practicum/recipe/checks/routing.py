@@ -113,7 +113,7 @@ def _cover(route: Route, teachers: Mapping[str, Teacher], tasks: dict[str, Task]
     for value in route.map:
         if value not in values:
             advice, expected = _meant([value], values) or "remove it", f"one of {', '.join(values)}"
-            yield RecipeError(f"route.map.{value}", f"a {by} of no task", expected, advice)
+            yield RecipeError(f"route.map.{value}", f"a {by} that no task has", expected, advice)
 
 
 def _meant(words: Iterable[str], among: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ def check_names(path: str, what: str, names: Iterable[str]) -> Iterator[RecipeEr
 
 
 def check_device(path: str, device: str) -> Iterator[RecipeError]:
-    """Yield a problem unless torch could have this device."""
+    """Yield a problem if torch has no such device."""
     if not is_device_name(device):
         yield RecipeError(f"{path}.device", repr(device), DEVICE_FORMS)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 _BATCH = "train.prompts and rollout.samples: their product is the number of responses per step"
 _MICROBATCH = "train.microbatch_tokens: it splits the batch by tokens and doesn't change the result"
-_STEPS = "train.steps: a step is one batch of rollouts; epochs × rows / train.prompts of them are the same"
+_STEPS = "train.steps, the number of rollout batches: epochs × rows / train.prompts"
 _CONTEXT = "rollout.context (prompt and response), and tasks.NAME.too_long for prompts that don't fit"
 _DATA = "tasks: {NAME: {dataset: HUB_NAME}} or {file: rows.jsonl}"
 _EVAL_DATA = "tasks.NAME.eval_split or eval_file"

@@ -40,7 +40,7 @@ class WorkerDied(PracticumError):
 def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequence[str]) -> list[Any]:
     """Return the results of calls in order. Raise the first failure immediately.
 
-    Errors are those that the worker raised; a dead worker is WorkerDied. `who` names the workers.
+    Errors are those that the worker raised. A dead worker is WorkerDied. `who` names the workers.
     """
     names = dict(zip(refs, who, strict=True))
     results: dict[ObjectRef[Any], Any] = {}
@@ -72,7 +72,7 @@ def first_death(refs: Sequence[ObjectRef[Any]], who: Sequence[str], *, timeout: 
 
 
 async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str) -> Any:
-    """Return the result of one call, on an event loop; cancelled or late, cancel the call."""
+    """Return the result of one call, on an event loop. If cancelled or late, cancel the call."""
     try:
         async with asyncio.timeout(timeout):
             return await ref
@@ -87,7 +87,7 @@ async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str
 
 
 async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
-    """Yield results of a streaming call as they arrive; closing the iterator cancels the call.
+    """Yield results of a streaming call as they arrive. Closing the iterator cancels the call.
 
     `reports` is the call's ObjectRefGenerator. Set the deadline at the call site.
     """
@@ -113,7 +113,7 @@ def _late(owner: str, timeout: float, pending: Mapping[ObjectRef[Any], str]) -> 
 
 
 def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
-    """Return what the worker raised, with a note that names it; a death as WorkerDied."""
+    """Return the worker's exception with a note that names the worker, or WorkerDied if it died."""
     if isinstance(error, RayTaskError):  # first: if a worker saw another die, its error is a death too
         cause = error
         while isinstance(cause, RayTaskError):

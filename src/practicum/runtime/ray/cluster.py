@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 
 
 class Cluster:
-    """Made by `open`. Actors are started with `options` and passed to `register`; `close` ends them all."""
+    """Made by `open`. Actors are started with `options` and passed to `register`. `close` ends them all."""
 
     def __init__(
         self, needs: Needs, groups: Mapping[int, tuple[Any, int]], env: Mapping[str, str], undo: ExitStack
@@ -36,8 +36,8 @@ class Cluster:
     def open(cls, recipe: Recipe, plan: Plan | None = None) -> Cluster:
         """Start or join the cluster, and reserve what the recipe needs.
 
-        A cluster that is too small is a ClusterError; if it would be this machine, before anything is
-        started. An error leaves nothing running.
+        A cluster that is too small is a ClusterError. If it would be this machine, the error comes before
+        anything is started. An error leaves nothing running.
         """
         runtime = recipe.runtime
         set_environment(runtime)
@@ -88,7 +88,10 @@ def _nodes() -> list[Node]:
 
 
 def _require_room_here(recipe: Recipe, plan: Plan | None = None) -> bool:
-    """Return True if a run would start a cluster on this machine; a ClusterError if that is too small."""
+    """Return True if a run would start a cluster on this machine.
+
+    Raise a ClusterError if that is too small.
+    """
     runtime = recipe.runtime
     if import_ray().is_initialized() or runtime.address is not None:
         return False
@@ -98,7 +101,7 @@ def _require_room_here(recipe: Recipe, plan: Plan | None = None) -> bool:
 
 
 def _reserve(wanted: Needs, starts: bool, undo: ExitStack) -> dict[int, tuple[Any, int]]:
-    """Reserve each group of bundles, on one machine if possible; return each bundle's place in its group."""
+    """Reserve each group of bundles, on one machine if possible. Return each bundle's place in its group."""
     from ray.util import placement_group, remove_placement_group
 
     members: dict[tuple[str, int], list[int]] = {}

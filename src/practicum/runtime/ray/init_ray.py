@@ -55,7 +55,7 @@ def set_environment(runtime: Runtime) -> None:
 
 
 def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
-    """Connect this process to the recipe's cluster; return a function that disconnects.
+    """Connect this process to the recipe's cluster. Return a function that disconnects.
 
     Do nothing if this process is connected already. Processes of a cluster that is started here have `env`.
     """

@@ -157,7 +157,7 @@ def _student(recipe: Recipe, gpus: bool, reward_workers: int) -> Iterator[Shared
 
 
 def _own(models: Mapping[str, Teacher | RewardModel], device: str, gpus: bool) -> Iterator[Shared]:
-    """Yield replicas of teachers and reward models, each on one machine; `device` is the student's."""
+    """Yield replicas of teachers and reward models, each on one machine. `device` is the student's."""
     number = 0
     for path, model in models.items():
         own, devices = model.own_options, model.model_devices

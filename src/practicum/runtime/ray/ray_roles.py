@@ -61,7 +61,7 @@ class TrainGroup:
     def all(
         self, method: Callable[Concatenate[RayLearnerRank, P], T], *args: P.args, **options: P.kwargs
     ) -> T:
-        """Call a method on all ranks with the same arguments; return the first rank's result."""
+        """Call a method on all ranks with the same arguments. Return the first rank's result."""
         return self._call(self.workers, method, args, options)[0]
 
     def first(
@@ -261,7 +261,7 @@ class RayRoles:
         return self.published[step][0].version if self.lag else self.version
 
     def _load(self, engine: int, manifest: Manifest) -> None:
-        """Give this engine of every replica these weights; replicas that are restarted later get them too."""
+        """Give this engine of every replica these weights. Replicas that are restarted later get them too."""
         self.student[engine], self.pools.versions[engine] = manifest, manifest.version
         self.pools.rollout.call_each(self.recipe.runtime.stage_s, RolloutWorker.load, engine, manifest)
 
@@ -334,7 +334,7 @@ class RayRoles:
             stack.callback(run_async, work, timeout=END_S, owner="the end of the replicas")
 
     def _leave(self) -> None:
-        """Have ranks disconnect from each other, if they still can; the cluster ends them anyway."""
+        """Disconnect the ranks from each other if they are still alive."""
         calls = [worker.leave.remote() for worker in self.group.workers]
         try:
             ask(calls, timeout=END_S, owner="the end of the ranks", who=self.group.names)

@@ -53,7 +53,7 @@ class RayWorkers:
     """Sessions and their scoring by replicas: for training or for evaluations, on one engine of each.
 
     Each prompt's sessions go to one replica. Rows go from worker to worker through the store, never through
-    here; see `roles.rollout.SessionWorkers`.
+    here. See `roles.rollout.SessionWorkers`.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class RayWorkers:
     ) -> list[RolloutRequest]:
         """Return the sessions of each request to a replica: whole prompts.
 
-        One prompt, if its single sessions are scored immediately; else as many as fill an engine, because
-        each request costs calls.
+        One prompt, if its single sessions are scored immediately. Otherwise, as many as fill an engine,
+        because each request costs calls.
         """
         groups: dict[int, list[Attempt]] = {}
         for attempt in attempts:
@@ -131,7 +131,7 @@ class RayWorkers:
         return requests + ([request(together, eager=False)] if together else [])
 
     async def _send(self, request: RolloutRequest, finished: Finished) -> list[Key]:
-        """Have sessions run; after a replica's death, those that it had not reported run again."""
+        """Run sessions. After a replica's death, run those that it had not reported again."""
         sessions = {(attempt.prompt.uid, attempt.session) for attempt in request.attempts}
         reported: set[Key] = set()
         scoring: asyncio.TaskGroup
@@ -218,7 +218,7 @@ class RayWorkers:
 
 
 async def output_head(teacher: ReplicaPool, timeout: float) -> Any:
-    """Return a reference to a teacher's output head, for the learner; the head stays where it is."""
+    """Return a reference to a teacher's output head, for the learner. The head stays where it is."""
 
     async def work(worker: Any) -> Any:
         head = worker.head.remote()

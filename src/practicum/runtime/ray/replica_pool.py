@@ -1,4 +1,4 @@
-"""Replicas of one role: the next work goes to the least loaded one, and dead ones are restarted."""
+"""Replicas of one role. Work goes to the least loaded replica, and dead replicas are restarted."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ReplicaPool:
     """Workers of one role, for the coroutines of one event loop.
 
     `make(replica)` starts a worker, waits until it can take work (with current weights) and returns its
-    handle; if it fails it leaves no actor running. A death is a WorkerDied whose `actor` is the
-    replica's own; after more than max_deaths of them every work ends with a ClusterError. `start_s` is the
+    handle. If it fails it leaves no actor running. A death is a WorkerDied whose `actor` is the
+    replica's own. After more than max_deaths of them every work ends with a ClusterError. `start_s` is the
     time for a start, and for the wait of a work for a live replica.
     """
 
@@ -61,7 +61,7 @@ class ReplicaPool:
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Start all replicas concurrently; if one can't, the others are stopped and its error is raised."""
+        """Start all replicas concurrently. If one can't, the others are stopped and its error is raised."""
         try:
             await gather_all(self._started(place) for place in self._places)
         except BaseException:
@@ -126,7 +126,7 @@ class ReplicaPool:
     def call_each(
         self, timeout: float, method: Callable[Concatenate[Any, P], Any], *args: P.args, **options: P.kwargs
     ) -> list[Any]:
-        """Call a method on every replica, from synchronous code; return the results in order."""
+        """Call a method on every replica from synchronous code, and return the results in order."""
         work = self.each(self.calling(timeout, method, *args, **options))
         return run_async(work, timeout=timeout + 5, owner=f"{method.__name__} on every {self.role} worker")
 
@@ -172,7 +172,7 @@ class ReplicaPool:
         return slot
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready`; the pool's end and the deadline are errors."""
+        """Wait until `ready`. Raise if the pool is closed or the deadline passes."""
         try:
             async with asyncio.timeout(self._start_s):
                 while self._stopped is None and not ready():
@@ -185,7 +185,7 @@ class ReplicaPool:
             raise self._stopped
 
     def _note_death(self, place: _Place, actor: Any, died: WorkerDied) -> None:
-        """Restart the replica, if this work is the first to notice; raise other deaths."""
+        """Restart the replica, if this work is the first to notice. Raise other deaths."""
         if died.actor != actor_id(actor):
             raise died
         if self._stopped is None and place.actor is actor:

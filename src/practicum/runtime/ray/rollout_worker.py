@@ -82,7 +82,7 @@ class RolloutWorker(Worker):
             self._load(engine, manifest)
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
-        """Run sessions; yield the rows of those that are finished and written, at the latest in the end."""
+        """Run sessions. Yield the rows of those that are finished and written, at the latest in the end."""
         version = self.engines[request.engine].version
         if version != request.version:
             raise EngineError(
@@ -146,7 +146,7 @@ class RolloutWorker(Worker):
             self.engines[engine].load_weights(*self._weights())
 
     def _weights(self) -> tuple[Weights, int]:
-        """Return the weights that came last, or those of the model as it starts."""
+        """Return the latest weights, or the model's initial ones."""
         if self._manifest is None:
             if self._merged is not None:
                 return merged_weights(self._merged), 0

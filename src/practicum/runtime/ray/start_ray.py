@@ -41,7 +41,7 @@ CONCURRENT = {"rollout": 1000, "reward": 16, "teachers": 64}
 def start_ray(
     recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None, folder: Path | None = None
 ) -> RayRoles:
-    """Start everyone who takes part as actors; if that fails, nothing stays behind."""
+    """Start all roles as actors. If that fails, stop those that were started."""
     runtime = recipe.runtime
     with ExitStack() as undo:
         cluster = Cluster.open(recipe, plan)
@@ -116,7 +116,7 @@ class _Starter:
         return group, pools, stop
 
     async def _begin_learner(self, group: TrainGroup, teachers: dict[str, ReplicaPool]) -> frozenset[int]:
-        """Begin the ranks, which need their teachers' output heads if they compare whole distributions."""
+        """Start the ranks, which need the teachers' output heads to compare whole distributions."""
         recipe = self.recipe
         await gather_all(pool.start() for pool in teachers.values())
         heads = {}
@@ -135,7 +135,7 @@ class _Starter:
         return ReplicaPool(role, make, count, **limits, on_death=self.watch.report)
 
     def _actor(self, kind: type, role: str, number: int, *args: Any, **options: Any) -> Any:
-        """Start an actor in its place of the cluster; it is loading when this returns."""
+        """Start an actor in its placement group. It is still loading when this returns."""
         concurrent = CONCURRENT.get(role.split(".")[0], 1)
         options = self.cluster.options(role, number) | {"max_concurrency": concurrent} | options
         actor = ray.remote(kind).options(**options).remote(*args)
@@ -153,7 +153,7 @@ class _Starter:
     async def _begun(
         self, kind: type[Worker], role: str, latest: Callable[[], Any], number: int, **options: Any
     ) -> Any:
-        """Return a new actor that has begun with what `latest` returns; one that can't is ended."""
+        """Start an actor with the result of `latest`, and return it. Stop it if it can't begin."""
         actor = self._worker(kind, role, number, **options)
         try:
             await self._ask(actor.begin.remote(latest()), f"{role} {number}")

@@ -107,7 +107,7 @@ def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor
             raise EngineError(f"{what} are lost: the learner that published them has ended; {_FIX}") from None
         except ObjectLostError as error:
             raise EngineError(
-                f"{what} are lost: a node with a part of them has ended ({error}); {_FIX}"
+                f"{what} are lost: a node that held part of them is gone ({error}); {_FIX}"
             ) from None
         except DIRECT_ERRORS as error:
             raise EngineError(

@@ -157,7 +157,7 @@ class RankReply:
 
 
 class TrainWorker(Worker):
-    """A data-parallel rank. All are called alike and with whole batches; each finds its rows by tags."""
+    """A data-parallel rank. All ranks get the same calls with whole batches, and find their rows by tags."""
 
     LASTING = False
 
@@ -171,7 +171,7 @@ class TrainWorker(Worker):
     def begin(
         self, rank: int, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead
     ) -> frozenset[int]:
-        """Join the others at this address and port, and load the models; return the tokens that end a row.
+        """Connect to the other ranks at this address and port, and load the models. Return the stop tokens.
 
         `heads` are the output heads of the teachers elsewhere of these names.
         """
@@ -214,7 +214,7 @@ class TeacherWorker(Worker):
     """One replica of a teacher: a model in this process, or a server."""
 
     def begin(self, latest: tuple[str, Manifest | None]) -> None:
-        """Load the model of a name; the manifest has newer weights, for a copy of the student."""
+        """Load the model of this name. For a copy of the student, the manifest has newer weights."""
         recipe, (self.name, manifest) = self.recipe, latest
         spec, distill, source = recipe.teachers[self.name], recipe.distill, recipe.model
         assert distill is not None
@@ -238,7 +238,7 @@ class TeacherWorker(Worker):
             self.take(manifest)
 
     def score(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
-        """Score rows and write the scores; return the seconds of scoring so far."""
+        """Score rows and write the scores. Return the seconds of scoring so far."""
         timeout = self.recipe.teachers[self.name].deadline_s
         owner = f"teacher {self.name} ({len(batch)} rows)"
         step = StepInfo(batch, batch.tags[0].step, prompts=prompts)
@@ -269,7 +269,10 @@ class RewardWorker(Worker):
     """
 
     def begin(self, replicas: Mapping[str, Sequence[Any]]) -> None:
-        """Load what scores; `replicas` are those of the reward models with their own resources."""
+        """Load reward functions and models.
+
+        `replicas` are those of reward models with their own resources.
+        """
         recipe, specs = self.recipe, self.recipe.reward.models
         encoder = make_encoder(recipe, load_tokenizer(recipe.model))
         models: dict[str, RewardScorer] = {}
@@ -319,7 +322,7 @@ class RewardModelWorker:
             self._judge = self._judge or load_judge(self.name, self.spec, self._room)
 
     def judge(self, case: JudgeInput) -> float | CannotScore:
-        """Return the model's score of a case; a replica that Ray started again loads the model first."""
+        """Return the model's score of a case. A restarted replica loads the model first."""
         self.begin()
         assert self._judge is not None
         scorer = RewardScorer(self.name, [self._judge], deadline_s=self.spec.deadline_s)
@@ -328,7 +331,7 @@ class RewardModelWorker:
 
 
 class RayJudge(Judge):
-    """A replica of a reward model as reward workers see it; the cluster ends it."""
+    """Handle of a reward model's replica for reward workers. The cluster stops the replica."""
 
     def __init__(self, name: str, replica: Any, deadline_s: float) -> None:
         self.name, self._replica, self._deadline_s = name, replica, deadline_s

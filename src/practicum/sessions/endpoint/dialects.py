@@ -425,6 +425,11 @@ def _tool(function: Any, schema: str) -> Data:
         raise Refusal(400, f"a tool is {short_repr(function)}, expected a function with a name")
     kept: Data = {"name": function["name"], "description": str(function.get("description") or "")}
     parameters = function.get(schema) or {"type": "object", "properties": {}}
+    named, required = parameters.get("properties") or {}, parameters.get("required") or []
+    if not (isinstance(named, dict) and isinstance(required, list)):
+        raise Refusal(
+            400, f"the {schema} of tool {kept['name']} are {short_repr(parameters)}, expected a schema"
+        )
     return {"type": "function", "function": {**kept, "parameters": parameters}}
 
 

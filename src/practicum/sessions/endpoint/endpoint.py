@@ -13,10 +13,18 @@ from hashlib import blake2b
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from practicum.processes.http_server import Refusal, make_app, make_server, read_body, sent_key
+from practicum.processes.http_server import (
+    Refusal,
+    has_left,
+    json_response,
+    make_app,
+    make_server,
+    read_body,
+    sent_key,
+)
 from practicum.sessions.endpoint.agent_session import AgentSession, Exchange, RequestMarks
 from practicum.sessions.endpoint.dialects import DIALECTS, Dialect, Messages
 from practicum.sessions.endpoint.turn_request import TurnRequest
@@ -100,9 +108,9 @@ class AgentEndpoint:
             if agent.is_over:
                 raise Refusal(409, "the session has ended", "session_ended") from None
             raise
-        exchange.is_left = await request.is_disconnected() and not exchange.is_delivered
+        exchange.is_left = has_left(request) and not exchange.is_delivered
         exchange.is_delivered |= not exchange.is_left
-        return JSONResponse(dialect.write(asked, replies))
+        return json_response(dialect.write(asked, replies))
 
     def _ask(self, agent: AgentSession, asked: TurnRequest, request: Request, body: bytes) -> Exchange:
         if agent.is_over:
@@ -121,7 +129,7 @@ class AgentEndpoint:
     async def _count_tokens(self, request: Request) -> Response:
         agent = self._find(request)
         asked = await _read(_dialect(request), await read_body(request, MAX_BODY), agent)
-        return JSONResponse({"input_tokens": agent.count_tokens(asked)})
+        return json_response({"input_tokens": agent.count_tokens(asked)})
 
     async def _reward(self, request: Request) -> Response:
         agent = self._find(request)
@@ -129,12 +137,12 @@ class AgentEndpoint:
         if finite_number(reward := data.get("reward")) is None:
             raise Refusal(400, f"reward is {short_repr(reward, 60)}, expected a finite number")
         agent.reward = reward
-        return JSONResponse({"reward": reward})
+        return json_response({"reward": reward})
 
     async def _models(self, request: Request) -> Response:
         self._find(request)
         entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "practicum", "type": "model"}
-        return JSONResponse({"object": "list", "data": [entry], "has_more": False})
+        return json_response({"object": "list", "data": [entry], "has_more": False})
 
     def _error(self, request: Request, status: int, message: str, code: str | None) -> dict[str, Any]:
         """Count a rejected request, and return the error in its dialect."""

@@ -48,7 +48,7 @@ def close_processes() -> None:
 
 
 class OtherPython:
-    """A process that runs a function. It ends when its input is closed, so also with this process."""
+    """A process that runs a function. It ends when its input is closed, and therefore with this process."""
 
     def __init__(self, spec: FunctionLoop) -> None:
         self._loop, self._numbers = asyncio.get_running_loop(), count()

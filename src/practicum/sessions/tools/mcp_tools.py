@@ -122,7 +122,7 @@ class _Server:
         self._client: asyncio.Future[mcp.Client] | None = None
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Return a call's text. Raise a ToolError if the tool failed or was late, or the server ended."""
+        """Return a call's text. Raise ToolError if the tool fails or is late, or the server has ended."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
