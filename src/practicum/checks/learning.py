@@ -253,8 +253,13 @@ def gradient_shares(
         for metric, share in row.items():
             if metric.startswith("teacher/") and metric.endswith("/gradient_share"):
                 name = metric.removeprefix("teacher/").removesuffix("/gradient_share")
-                shares[name] = share, float(targets.get(name, row.get(f"teacher/{name}/prompts_share", 0.0)))
-    return shares
+                shares.setdefault(name, []).append(share)
+                prompts[name] = row.get(f"teacher/{name}/prompts_share", 0.0)
+    return {
+        name: (fmean(measured[-SEVERAL:]), float(targets.get(name, prompts[name])))
+        for name, measured in shares.items()
+        if len(measured) >= least
+    }
 
 
 def _last(rows: Rows, name: str, steps: int) -> list[float]:

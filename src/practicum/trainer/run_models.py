@@ -53,6 +53,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """The recipe's name."""
         return self.recipe.name
 
     @property
