@@ -65,10 +65,8 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float) -> None:
-    """Weights agree within the tolerance, metrics within 1e-6: an engine rounds by what shares its batch.
-
-    The comparison says something: the weights moved in every step.
-    """
+    """Weights agree within the tolerance, metrics within 1e-6: an engine rounds by what shares its batch. The
+    comparison says something: the weights moved in every step."""
     for a, b in zip(timeless(one), timeless(other), strict=True):
         assert a == pytest.approx(b, abs=1e-6, rel=1e-6)
         assert a["step"] == 0 or a["train/grad_norm"] > 0
