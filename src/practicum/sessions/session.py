@@ -90,7 +90,10 @@ class Trajectory:
     """Experts of the first n tokens [n, L, E]. Later tokens were never an input."""
 
     def add_sampled(self, generation: Generation) -> None:
-        self._merge_experts(generation.experts)
+        if self.experts is None or generation.experts is None:
+            self.experts = generation.experts
+        else:  # a sampled token keeps the experts it had when sampled
+            self.experts = torch.cat([self.experts, generation.experts[len(self.experts) :]])
         first = generation.version_min
         numbers = generation.tokens, True, generation.logprobs, generation.plain_logprobs
         self.pieces.append(TokenSpan(*numbers, version=first, topk_ids=generation.topk_ids))
@@ -162,13 +165,6 @@ class Trajectory:
                 [self.experts, self.experts.new_zeros(len(self) - len(self.experts), *self.experts.shape[1:])]
             )
         return columns
-
-    def _merge_experts(self, experts: Tensor | None) -> None:
-        """Add experts of new tokens. A sampled token keeps the experts it had when sampled."""
-        if self.experts is None or experts is None:
-            self.experts = experts
-        else:
-            self.experts = torch.cat([self.experts, experts[len(self.experts) :]])
 
 
 class Policy(Protocol):
