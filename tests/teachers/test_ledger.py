@@ -231,8 +231,22 @@ def test_domains_may_have_a_slash_in_their_name():
     assert totals([got, got])["domain sums/hard"]["tokens"] == 8
 
 
+def test_shares_of_the_update_in_the_table_are_after_clipping():
+    # A tenth of the gradient is left after clipping, and momentum has a fifth of the step.
+    row = {"update/clipping": -7.2, "update/momentum": 0.2} | {
+        f"{kind}/{name}/{what}": value
+        for kind in ("teacher", "domain")
+        for name, share in (("a", 6.0), ("b", 2.0))
+        for what, value in (("update_share", share), ("prompts", 1.0), ("tokens", 1.0))
+    }
+    lines = totals([row])
+    assert lines["teacher a"]["update_share"] == pytest.approx(0.6)
+    assert lines["domain b"]["update_share"] == pytest.approx(0.2)
+
+
 def test_the_final_line_has_what_no_teacher_had_and_the_cosines():
     rows = [{"update/momentum": 0.2, "cosine/a/b": 0.5}, {"update/momentum": 0.4, "update/decay": -0.01}, {}]
+    rows[0]["update/clipping"] = -3.0  # the shares in the table are after clipping
     line = update_rest(rows)
     assert line == "rest of the update: momentum 30.0%, decay -1.0% · cosines of gradients: a/b 0.50"
     assert not update_rest([{"loss": 1.0}])

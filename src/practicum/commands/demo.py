@@ -33,7 +33,7 @@ RISE, CEILING = 0.3, 0.85
 """Expected gain of a specialist over the base model on its domain by sampled scores, up to the ceiling."""
 OF_THE_WAY = 0.9
 """Minimum expected part of the way from the base model to each specialist, by sampled scores."""
-GOOD = 0.8
+GOOD = 0.9
 """Minimum expected mean of the student's scores, greedy and sampled."""
 
 

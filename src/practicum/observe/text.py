@@ -127,7 +127,7 @@ def update_rest(rows: Sequence[Mapping[str, float]]) -> str:
     found: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name.startswith(("update/", "cosine/")):
+            if name.startswith(("update/", "cosine/")) and name != "update/clipping":  # totals() has it
                 found.setdefault(name, []).append(value)
     means = {name: sum(values) / len(values) for name, values in found.items()}
     rest = [f"{name[7:]} {mean:.1%}" for name, mean in means.items() if name.startswith("update/")]

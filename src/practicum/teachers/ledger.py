@@ -117,17 +117,21 @@ def totals(rows: Iterable[Mapping[str, float]]) -> Lines:
     """Aggregate the metrics of all steps into the ledger of a run: sums of counts, means, and renormalised
     shares.
 
-    The shares of all teachers, and of all domains, add up to one.
+    The shares of all teachers, and of all domains, add up to one. Shares of the update are of the clipped
+    gradients, so that momentum and decay have the rest.
     Keys are "teacher <name>" and "domain <domain>".
     """
     gathered: dict[str, dict[str, list[float]]] = {}
     divided: dict[tuple[str, str], int] = {}
     for row in rows:
         measured: set[tuple[str, str]] = set()
+        asked = sum(v for k, v in row.items() if k.startswith("teacher/") and k.endswith("/update_share"))
+        clipped = 1 + row.get("update/clipping", 0.0) / asked if asked else 1.0
         for metric, value in row.items():
             kind, _, rest = metric.partition("/")
             name, _, what = rest.rpartition("/")
             if kind in ("teacher", "domain") and name:
+                value *= clipped if what == "update_share" else 1.0
                 gathered.setdefault(f"{kind} {name}", {}).setdefault(what, []).append(value)
                 measured.add((kind, what))
         for which in measured:

@@ -9,7 +9,7 @@ import { pick } from "./picking.js";
 
 const CHARTS = [
   ["prompts_share", "share of prompts", ""], ["tokens_share", "share of tokens", ""], ["loss_share", "share of the loss", ""],
-  ["gradient_share", "share of the gradient", ""], ["update_share", "share of the update", ""], ["kl", "KL(student ‖ teacher)", "nats"], ["overlap", "top-k overlap", ""],
+  ["gradient_share", "share of the gradient", ""], ["update_share", "share of the update, before clipping", ""], ["kl", "KL(student ‖ teacher)", "nats"], ["overlap", "top-k overlap", ""],
   ["entropy", "student's entropy", "nats"], ["entropy_gap", "entropy gap, student − teacher", "nats"], ["loss", "loss", ""],
   ["reward", "reward", ""], ["seconds", "seconds of scoring", "s"], ["wakes", "wakes", ""],
 ];
@@ -73,10 +73,13 @@ function targets(wanted, curves, what) {
 
 function ledger(kind, names, info, about, place) {
   const known = LEDGER.filter(([what]) => what === "target" ? kind === "teacher" : names.some((name) => info.names.includes(`${kind}/${name}/${what}`)));
+  const asked = info.teachers.reduce((sum, name) => sum + (info.last[`teacher/${name}/update_share`] ?? 0), 0);
+  const clipped = asked ? 1 + (info.last["update/clipping"] ?? 0) / asked : 1;
   const rows = names.map((name) => h("tr", {}, h("td", {}, h("i", { class: "swatch", style: { borderColor: colourOf(name) } }),
     h("a", { href: address({ run: place.run, pane: "rollouts", query: { [kind]: name } }) }, name)),
   known.map(([what, , form]) => {
-    const value = what === "target" ? about.targets[name] : info.last[`${kind}/${name}/${what}`];
+    const found = what === "target" ? about.targets[name] : info.last[`${kind}/${name}/${what}`];
+    const value = what === "update_share" && found != null ? found * clipped : found;
     return numeric(value ?? null, value === undefined || value === null ? "–" : form(value));
   }), kind === "teacher" && h("td", { class: "source" }, h("code", {}, about.teachers[name] ?? ""))));
   const titles = [h("th", {}, kind), known.map(([, title]) => h("th", { class: "n" }, title)), kind === "teacher" && h("th", {}, "what it is")];
@@ -95,7 +98,7 @@ function cosines(info) {
 
 // The parts of the newest measured update that belong to no teacher.
 function rest(info) {
-  const parts = Object.entries(info.last).filter(([name]) => name.startsWith("update/")).map(([name, value]) => `${name.slice(7)} ${percent(value)}`);
+  const parts = Object.entries(info.last).filter(([name]) => name.startsWith("update/") && name !== "update/clipping").map(([name, value]) => `${name.slice(7)} ${percent(value)}`);
   return parts.length ? h("p", { class: "muted" }, `Rest of the update: ${parts.join(", ")}`) : null;
 }
 
