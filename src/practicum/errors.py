@@ -20,7 +20,7 @@ class PracticumError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are pickled between processes, and restored without __init__, whose arguments may differ.
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore
 
 
 class RecipeError(PracticumError):

@@ -50,7 +50,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         if token in added:
             found[number] = token.encode()
         elif "ByteLevel" in decoder:
-            found[number] = bytes(map(BYTE_LETTERS.get, token)) if BYTE_LETTERS.keys() >= set(token) else b""
+            found[number] = (
+                bytes(BYTE_LETTERS[c] for c in token) if BYTE_LETTERS.keys() >= set(token) else b""
+            )
         elif "ByteFallback" in decoder and len(token) == 6 and token.startswith("<0x"):
             found[number] = bytes([int(token[3:5], 16)])
         else:
