@@ -14,7 +14,7 @@ from benchmarks.model import DIGITS, examples, model_folder
 from benchmarks.stepping import Steps, make_recipe, mean
 
 PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
-ROUNDS, BLOCK = {1: 4, 2: 3}, 2
+ROUNDS, BLOCK = {1: 3, 2: 3}, 2
 """Rounds by threads, and the steps that a contender takes in one turn."""
 
 

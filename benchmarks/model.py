@@ -92,7 +92,7 @@ def make_random_model(tokenizer: Any, width: int = 256, layers: int = 4) -> PreT
         num_attention_heads=width // 64,
         num_key_value_heads=width // 128,
         head_dim=64,
-        max_position_embeddings=256,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

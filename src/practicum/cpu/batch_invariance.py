@@ -28,7 +28,7 @@ def _fewest_rows() -> int:
 ROWS = _fewest_rows()
 """Products with fewer rows, or with some left over, take other ways through the algebra libraries."""
 SIZES = 8
-"""Numbers of rows from one power of two to the next, in products without gradients."""
+"""Numbers of rows from one power of two to the next."""
 _WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"
 LANES, NUMBERS_OF_A_THREAD = 64 if _WIDE else 32, 32_768
 """Activations on a CPU take this many numbers at once (in bfloat16, half of them in float32), and another
@@ -57,12 +57,8 @@ def rounded_rows(count: int) -> int:
 
 
 def padded_tokens(count: int, width: int) -> int:
-    """Return the number of rows that tokens are padded to before activations of this width.
-
-    Without gradients it is one of few, with gradients the next possible one: sums over rows, such as
-    gradients of weights, are rounded in an order that depends on their number.
-    """
-    rows = padded_rows(count) if torch.is_grad_enabled() else rounded_rows(count)
+    """Return the number of rows that tokens are padded to before activations of this width, one of few."""
+    rows = rounded_rows(count)
     while not is_even(rows, width):
         rows += ROWS
     return rows
