@@ -93,7 +93,7 @@ def _make_countdown(draws: Draws, settings: Settings) -> Example:
 
 
 SORT = Procedural(
-    "sort", "Put digits in rising order.", {"length": Option((4, 8), 1, 200, "Digits to sort.")}, _make_sort
+    "sort", "Put digits in rising order.", {"length": Option((4, 8), 1, 1000, "Digits to sort.")}, _make_sort
 )
 ADD = Procedural(
     "add",
