@@ -120,7 +120,9 @@ def test_loops_and_tools_that_raise_are_reported_once_and_counted(
     loaded = tiny(tmp_path, "eval.rows=0", agent=agent, train=ONE_STEP)
     outcome = train_loaded(loaded, tmp_path / "tools")
     assert "in meet" in (tmp_path / "tools" / "log.txt").read_text()
-    assert "a tool in prompt 0" in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert "a tool in prompt 0" in screen
+    assert "src/practicum" not in screen, "frames of practicum are only in the log"
     assert outcome.failures == ()
 
 

@@ -214,11 +214,13 @@ def rows_of(lab: Lab, rates: dict[str, float]) -> dict[str, Callable[[], list[Pa
         return lab.merge("merge", lab.specialists)
 
     if lab.joins:
-        stages = {"stages": [f"{HERE / 'mismatched'}:include"]}
+        out, include = ({"stages": [f"{HERE / 'mismatched'}:{name}"]} for name in ("leave_out", "include"))
         return {
             "other tokenizer, top 16 of shared tokens": lambda: [lab.shared("top", mopd, "reverse_kl")],
-            "other tokenizer, mismatches left out": lambda: [lab.shared("out", mopd, "k1_straight")],
-            "other tokenizer, mismatches included": lambda: [lab.shared("in", mopd, "k1_straight", **stages)],
+            "other tokenizer, mismatches left out": lambda: [lab.shared("out", mopd, "k1_straight", **out)],
+            "other tokenizer, mismatches included": lambda: [
+                lab.shared("in", mopd, "k1_straight", **include)
+            ],
         }
     rows: dict[str, Callable[[], list[Path]]] = {
         "uniform merge": lambda: [merged()],

@@ -64,6 +64,17 @@ def trace(error: BaseException) -> str:
     return shorten("".join(traceback.format_exception(error)).rstrip(), _KEPT_CHARS)
 
 
+def user_lines(trace: str) -> list[str]:
+    """Return the lines of a traceback without frames of practicum and without the error's message."""
+    lines, ours, prefixes = [], False, tuple(f'  File "{path}' for path in _OURS)
+    for line in trace.splitlines()[:-1]:
+        if not line.startswith("    "):
+            ours = line.startswith(prefixes)
+        if not ours:
+            lines.append(line)
+    return lines
+
+
 def finite_number(value: Any) -> float | None:
     """Return a number, or a scalar of numpy or torch, as a float, or None unless it is a finite float32."""
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from math import exp
 from pathlib import Path
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
@@ -56,21 +58,23 @@ def test_factors_are_clipped_ratios_of_spreads():
     assert spread_factors({}) == {}
 
 
-@pytest.mark.parametrize("powers", [(1.0, 1.0), (5.0, 1.0)])
-def test_feedback_brings_shares_to_their_targets(powers: tuple[float, float]):
-    balance = UpdateBalance({0: 0.4, 1: 0.6})
-    shares = {0: 0.0, 1: 0.0}
-    for step in range(60):
-        pulls = [balance.factors.get(i, 1.0) * powers[i] for i in (0, 1)]
-        noise = 0.02 * (-1) ** step
-        shares = {i: 0.3 * pull / sum(pulls) for i, pull in enumerate(pulls)}  # momentum has the rest
-        balance.adapt({0: shares[0] + noise, 1: shares[1] - noise}, {})
-    assert shares[0] / 0.3 == pytest.approx(0.4, abs=0.03)
-    again = UpdateBalance({0: 0.4, 1: 0.6})
+@pytest.mark.parametrize("powers", [(1.0, 1.0), (2.0, 1.0), (1.0, 8.0)])
+def test_feedback_holds_the_mean_share_however_noisy_single_steps_are(powers: tuple[float, float]):
+    balance, draws = UpdateBalance({0: 0.2, 1: 0.8}), random.Random(0)
+    relative: list[float] = []
+    for step in range(100):
+        pulls = [balance.factors.get(i, 1.0) * powers[i] * exp(draws.gauss(0, 0.5)) for i in (0, 1)]
+        pulls[1] *= 0.05 if step < 2 else 1.0  # at first almost nothing is left to learn from it
+        momentum = draws.uniform(0.1, 2.0)
+        relative.append(pulls[0] / sum(pulls))
+        balance.adapt({0: momentum * relative[-1], 1: momentum * (1 - relative[-1])}, {})
+    assert pstdev(relative) > 0.05
+    assert fmean(relative) == pytest.approx(0.2, abs=0.01)
+    again = UpdateBalance({0: 0.2, 1: 0.8})
     again.load_state_dict(balance.state_dict())
-    again.adapt(shares, {})
-    balance.adapt(shares, {})
-    assert again.factors == balance.factors
+    for control in (balance, again):
+        control.adapt({0: 0.1, 1: 0.3}, {})
+    assert again.factors == balance.factors != {0: 1.0, 1: 1.0}
 
 
 def test_a_teacher_that_works_against_the_step_gets_more():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ TEXTS = [
     "naïve café – größer als 3,14 ≈ π, 東京 and 🙂",
     "a list: one two three four five six seven eight nine ten eleven twelve",
 ] * 3
-KINDS = ("bytes", "small bytes", "digits", "unigram", "bos", "letters")
+JOINED = ("ab", "bd", "cc", "da", "ec")
+"""Pairs of letters that are one token of a teacher."""
+KINDS = ("bytes", "small bytes", "digits", "unigram", "fallback", "bos", "letters")
 
 
 @cache
@@ -46,6 +49,22 @@ def trained(kind: str) -> PreTrainedTokenizerFast:
         options |= {"unk_token": "<unk>", "initial_alphabet": letters}
         special = ["<unk>", *special]
         trainer: Any = trainers.UnigramTrainer(vocab_size=160, special_tokens=special, **options)
+    elif kind == "fallback":  # as sentencepiece writes BPE: unknown characters as bytes
+        core = Tokenizer(models.BPE(unk_token="<unk>"))
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", *special], **options)
+        core.train_from_iterator([text for text in TEXTS if text.isascii()], trainer)
+        learnt = json.loads(core.to_str())["model"]
+        numbers = learnt["vocab"] | {f"<0x{byte:02X}>": len(learnt["vocab"]) + byte for byte in range(256)}
+        merges = [(first, second) for first, second in learnt["merges"]]
+        core.model = models.BPE(numbers, merges, unk_token="<unk>", byte_fallback=True)
+        space = decoders.Replace("\u2581", " ")
+        core.decoder = decoders.Sequence(
+            [space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+        )
     else:
         core = Tokenizer(models.BPE())
         parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (kind == "digits")
@@ -73,6 +92,16 @@ def shared(student: str, teacher: str) -> SharedTokens:
 
 def ids_of(kind: str, text: str) -> list[int]:
     return trained(kind).encode(text, add_special_tokens=False)
+
+
+def joined(kind: str, first: int, second: int) -> bool:
+    """True if a tokenizer writes the texts of two tokens in another way; parts of characters count as not."""
+    own = token_bytes(trained(kind))
+    try:
+        alone, both = own[first].decode(), (own[first] + own[second]).decode()
+    except UnicodeDecodeError:
+        return False
+    return ids_of(kind, alone) == [first] and ids_of(kind, both) != [first, second]
 
 
 texts = st.one_of(
@@ -115,6 +144,17 @@ def test_strict_positions_cover_the_same_bytes_and_no_others_do(
             assert (b - a, d - c) != (1, 1)
 
 
+@pytest.mark.parametrize("student", KINDS)
+@pytest.mark.parametrize("teacher", ["digits", "unigram", "fallback"])
+def test_tokenizers_of_all_kinds_have_strict_positions(student: str, teacher: str) -> None:
+    ids = ids_of(student, "the cat sat on 12 mice")
+    places = shared(student, teacher).align(ids).pairs[:, 0].tolist()
+    own = token_bytes(trained(student))
+    assert len(places) == len(ids) if teacher == student else places
+    if student in ("bytes", "bos"):  # others have letters, or other words
+        assert any(b" " in own[ids[place]] for place in places)
+
+
 @settings(max_examples=30, deadline=None)
 @given(text=texts, kind=st.sampled_from(KINDS))
 def test_a_tokenizer_shares_all_tokens_with_itself(text: str, kind: str) -> None:
@@ -130,7 +170,9 @@ def test_shared_tokens_have_equal_bytes_and_are_not_special(student: str, teache
     both = shared(student, teacher)
     own, theirs = (token_bytes(trained(kind)) for kind in (student, teacher))
     for mine, number in enumerate(both.to_teacher.tolist()):
-        if number >= 0:
+        if mine == trained(student).eos_token_id:
+            assert number == trained(teacher).eos_token_id
+        elif number >= 0:
             assert own[mine] == theirs[number]
             assert mine not in trained(student).all_special_ids
             assert number not in trained(teacher).all_special_ids
@@ -179,12 +221,34 @@ def test_a_teacher_reads_its_own_prompt_and_is_asked_for_the_student_s_tokens() 
     for place in range(len(answer)):
         for k, token in enumerate(top_RK[place].tolist()):
             known = place in strict and int(both.to_teacher[token]) >= 0
+            if known and (after := strict[place]):
+                known = not joined("bos", found.ids[after - 1], int(both.to_teacher[token]))
             assert int(back.topk_ids[place, k]) == (token if known else -1)
             if known:
                 assert back.topk_logprobs[place, k] == scored.topk_logprobs[strict[place], k]  # pyright: ignore
     chunks = {mine.stop - 1: float(scored.logprobs[other].sum()) for mine, other in found.chunks}
     expected = {mine: float(scored.logprobs[place]) for mine, place in strict.items()} | chunks
     assert {i: x for i, x in enumerate(back.logprobs.tolist()) if x} == pytest.approx(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(alphabet="abcde", min_size=1, max_size=8))
+def test_only_tokens_that_the_teacher_could_write_next_are_compared(text: str) -> None:
+    numbers = make_tokenizer().get_vocab()
+    numbers |= {pair: len(numbers) + i for i, pair in enumerate(JOINED)}
+    core = Tokenizer(models.BPE(numbers, [(pair[0], pair[1]) for pair in JOINED], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    teacher = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>")
+    both = SharedTokens(make_tokenizer(), Encoder({"a": Task(kind="copy")}, teacher))
+    ids = make_tokenizer().encode(text, add_special_tokens=False)
+    letters = make_tokenizer().encode("abcde", add_special_tokens=False)
+    top_RK = torch.tensor([letters] * len(ids))
+    _, found = both.request(Prompt(0, "a", "a", "x", None, {}, 0, 0), "", ids, top_RK, "a row")
+    assert found.support is not None
+    for (mine, place), row in zip(found.pairs.tolist(), found.support.tolist(), strict=True):
+        for letter, token in zip("abcde", row, strict=True):
+            asked = teacher.encode(text[:mine] + letter, add_special_tokens=False)
+            assert (token >= 0) == (asked == [*found.ids[:place], *teacher.encode(letter)])
 
 
 @pytest.mark.parametrize("thinks", [False, True])
@@ -196,6 +260,24 @@ def test_check_shows_a_prompt_as_the_teacher_s_template_renders_it(thinks: bool)
     found = rendered("far", Prompt(0, "a", "a", "the cat", None, {}, 0, 0), tokens)
     assert "'<q>the cat<a>'" in found
     assert ("thinking" in found) == thinks
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_tokens_that_end_an_answer_are_compared_if_all_before_is_aligned(chat: bool) -> None:
+    teacher, ids = copy.deepcopy(trained("bytes")), ids_of("letters", "the cat")
+    teacher.add_special_tokens({"additional_special_tokens": ["<end>"]})  # pyright: ignore[reportArgumentType]
+    teacher.chat_template = "{% for m in messages %}<q>{{ m.content }}<end>{% endfor %}"
+    both = SharedTokens(trained("letters"), Encoder({"a": Task(kind="copy", chat=chat)}, teacher))
+    end, own_end = teacher.convert_tokens_to_ids("<end>" if chat else "</s>"), trained("letters").eos_token_id
+    assert isinstance(end, int)
+    assert isinstance(own_end, int)
+    found = both.align([*ids, own_end])
+    assert found.ids == [*ids_of("bytes", "the cat"), end]
+    assert found.pairs[-1].tolist() == [len(ids), len(found.ids) - 1]
+    assert both.to_teacher[own_end] == end
+    assert both.coverage([*ids, own_end]) == both.coverage(ids)
+    for changed in (ids, [*ids, own_end, *ids], [*ids, own_end, own_end]):
+        assert end not in both.align(changed).ids
 
 
 def test_word_pieces_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from practicum.errors import RecipeErrors
+from practicum.errors import RecipeErrors, TeacherError
 from practicum.models.load_model import load_model, make_model
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import MakeModel, Model
@@ -61,14 +61,22 @@ def test_a_student_learns_from_a_teacher_with_another_tokenizer(
     tmp_path: Path, foreign: str, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("practicum.teachers.shared_tokens.LEAST_MASS", 0.0)  # the models have random weights
     teachers = {"far": {"model": foreign, "placement": placement}}
-    loaded = write(tmp_path, teachers=teachers, distill={"signal": "shared", "top_k": 8})
-    assert any("another tokenizer" in finding for finding in preflight(loaded).findings)
+    train = {"steps": 10, "prompts": 4, "lr": 1e-3}
+    loaded = write(tmp_path, teachers=teachers, distill={"signal": "shared", "top_k": 8}, train=train)
+    found = preflight(loaded).findings
+    assert any("another tokenizer" in finding for finding in found)
+    assert found[1].split()[0] == "far"
     train_loaded(loaded, tmp_path / placement)
+    log = (tmp_path / placement / "log.txt").read_text()
+    assert (found[1] in log) == (placement == "colocated"), "the first step shows the same table"
+    assert "another tokenizer" in log
     rows = metrics_of(tmp_path / placement)[1:]
     assert all(0 < row["train/teacher_coverage"] <= 1 for row in rows)
     assert all(row["teacher/far/coverage"] == pytest.approx(row["train/teacher_coverage"]) for row in rows)
-    assert all(0 < row["train/teacher_mass"] < 1 for row in rows)
+    assert all(0 < row["train/teacher_mass"] < 1 and 0 < row["train/shared_mass"] < 1 for row in rows)
+    assert all(0 <= row["train/numeral_coverage"] <= 1 for row in rows)
     assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
@@ -89,7 +97,7 @@ def test_a_server_with_another_tokenizer_is_compared_at_the_same_sampled_tokens(
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-6)
     covered = [row["train/teacher_coverage"] for row in metrics_of(tmp_path / "here")[1:]]
     assert covered == [row["train/teacher_coverage"] for row in metrics_of(tmp_path / "there")[1:]]
-    assert 0 < min(covered) <= max(covered) < 1  # end tokens are never compared
+    assert 0 < min(covered) <= max(covered) < 1
 
 
 def test_a_teacher_that_shares_too_little_is_refused(
@@ -100,6 +108,18 @@ def test_a_teacher_that_shares_too_little_is_refused(
     with pytest.raises(RecipeErrors) as caught:
         preflight(loaded)
     assert [problem.path for problem in caught.value.errors] == ["teachers.far.model"]
+
+
+def test_a_teacher_whose_mass_lies_elsewhere_is_refused_before_the_weights_change(
+    tmp_path: Path, foreign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = write(tmp_path, teachers={"far": {"model": foreign}}, distill={"signal": "shared", "top_k": 2})
+    with pytest.raises(TeacherError, match="far"):
+        preflight(loaded)
+    with pytest.raises(TeacherError, match="far"):
+        train_loaded(loaded, tmp_path / "run")
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0]
 
 
 @pytest.mark.parametrize(

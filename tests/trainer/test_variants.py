@@ -189,15 +189,24 @@ def test_a_fifth_of_the_tokens_has_weight(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(weight == 1.0 for _, weight in pairs[: count - 1])
 
 
-def test_mismatched_chunks_share_their_difference_evenly():
-    include = import_object(f"{shipped_recipes()}/many_teachers/mismatched:include", "here")
+def test_mismatched_chunks_share_their_difference_evenly_and_all_agree_on_average():
+    include, leave_out = (
+        import_object(f"{shipped_recipes()}/many_teachers/mismatched:{name}", "here")
+        for name in ("include", "leave_out")
+    )
     assert isinstance(include, OwnStage)
+    assert isinstance(leave_out, OwnStage)
     own, teacher = [[-1.0, -2.0, -0.5, -3.0, -0.1], [-1.0]], [[-0.7, 0.0, -1.5, -4.0, 0.0], [-0.2]]
-    match = [[1, 0, 0, 0, 0], [1]]  # one chunk of two tokens, one of one, and a token that is never compared
+    match = [[5, 0, 4, 0, 0], [1]]  # one chunk of two tokens, one of one, and a token that is never compared
     given = {"rollout_logprobs": own, "teacher_logprobs": teacher, "teacher_match": match}
+    given |= {"response_mask": [[True] * 5, [True]]}
     columns = {name: Ragged.from_rows([torch.tensor(row) for row in rows]) for name, rows in given.items()}
     found = include.run(None, None, Columns("test", columns), None)
     assert [row.tolist() for row in found["teacher_match"].rows] == [[1, 1, 1, 1, 0], [1]]
-    expected = torch.tensor([-0.7, -2.0 + 0.5, -0.5 + 0.5, -4.0, 0.0])
-    torch.testing.assert_close(found["teacher_logprobs"].rows[0], expected)
-    assert found["teacher_logprobs"].rows[1].tolist() == columns["teacher_logprobs"].rows[1].tolist()
+    shift = (-0.3 - 0.5 - 0.5 + 1.0 - 0.8) / 5
+    expected = torch.tensor([-0.7, -2.0 + 0.5, -0.5 + 0.5, -4.0, 0.0, -0.2]) + shift
+    torch.testing.assert_close(found["teacher_logprobs"].values, expected)
+    out = leave_out.run(None, None, Columns("test", columns), None)
+    assert out["teacher_match"].values.tolist() == [5, 0, 4, 0, 0, 1]
+    strict = torch.tensor([-0.7, -0.2]) + (-0.3 - 0.8) / 2
+    torch.testing.assert_close(out["teacher_logprobs"].values[[0, 5]], strict)

@@ -18,8 +18,9 @@ Extent = Literal["scalar", "prompt", "response", "sequence", "object"]
 Clock = Literal["frozen", "behaviour", "learner"]
 """Validity of a field: independent of weights (always valid), of the weights that sampled its row, or of the
 weights that the step trains (valid in that step only)."""
-NO_MATCH, SHARED_TOKEN, SAME_TOKENS = 0, 1, 2
-"""Values of teacher_match: the teacher has no such token; both have it; both have the same vocabulary."""
+NO_MATCH, SHARED_TOKEN, SAME_TOKENS, NUMERAL = 0, 1, 2, 4
+"""Values of teacher_match: the teacher has no such token; both have it; both have the same vocabulary. Of the
+first two, NUMERAL is added for tokens with a digit."""
 Padding = Literal["end_token", "zero", "positions", "empty"]
 """Padding rules: the end token, zeros (false), positions from 0, an empty mapping."""
 

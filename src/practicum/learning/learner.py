@@ -206,6 +206,7 @@ class Learner(TrainedModel):
                 overlap=None if taught is None else taught.overlap_M,
                 entropy_gap=None if taught is None else taught.entropy_gap_M,
                 coverage=None if taught is None else taught.known_M,
+                shared_mass=None if taught is None else taught.mass_M,
             )
         return loss
 

@@ -23,7 +23,7 @@ from practicum.algorithms.divergences import (
 from practicum.algorithms.kl import k3, token_kl
 from practicum.algorithms.losses import POLICY_LOSSES, PolicyInputs
 from practicum.algorithms.token_logprobs import log_distribution, logprobs_at, scaled_logits
-from practicum.dataplane.fields import NO_MATCH, SAME_TOKENS
+from practicum.dataplane.fields import NO_MATCH, NUMERAL, SAME_TOKENS
 from practicum.dataplane.ragged import Ragged
 from practicum.errors import DataError
 from practicum.learning.logprobs import Reduce, TokenLogprobs
@@ -57,6 +57,8 @@ class DistillResult:
     """The student's entropy minus the teacher's, or None if sampled tokens are compared."""
     known_M: Tensor | None = None
     """With the signal `shared`, True where the teacher is compared."""
+    mass_M: Tensor | None = None
+    """The teacher's mass on the compared tokens there, if distributions are compared."""
     top: tuple[Tensor, ...] = ()
     """The teacher's top-k and their logprobs of recorded tokens, with the signal `full`."""
 
@@ -129,16 +131,21 @@ class DistillSettings:
             compared_M = found.more[0] if found.more else found.logprobs_M
             if self.by_loss:
                 loss_M = sampled_divergence(self.distill.divergence, compared_M, teacher_M)
-        kl_M, known_M = (compared_M - teacher_M).detach(), None
+        kl_M, known_M, mass_M = (compared_M - teacher_M).detach(), None, None
         if "teacher_match" in columns:
-            known_M = columns["teacher_match"] != NO_MATCH
+            known_M = columns["teacher_match"] % NUMERAL != NO_MATCH
             means.add("teacher_coverage", known_M)
+            means.add("numeral_coverage", known_M[columns["teacher_match"] >= NUMERAL])
             kl_M = kl_M.masked_fill(~known_M, 0.0)
             loss_M = None if loss_M is None else loss_M * known_M
+            if "teacher_topk_ids" in columns:
+                best_MK, absent_MK = columns["teacher_topk_logprobs"], columns["teacher_topk_ids"] < 0
+                mass_M = best_MK.exp().masked_fill(absent_MK, 0.0).sum(-1) * known_M
+                means.add("shared_mass", mass_M[known_M])
         if loss_M is not None:
             means.add("distill_loss", loss_M)
         means.add("teacher_kl", kl_M if known_M is None else kl_M[known_M])
-        return DistillResult(loss_M, kl_M, overlap_M, gap_M, known_M, tuple(top))
+        return DistillResult(loss_M, kl_M, overlap_M, gap_M, known_M, mass_M, tuple(top))
 
     def _distributions(
         self, logits_CV: Tensor, rows: slice, columns: Columns, target_M: Tensor

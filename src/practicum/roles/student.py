@@ -32,6 +32,7 @@ from practicum.roles.run_stage import StepInfo, stage
 from practicum.roles.stage_table import OldSource
 from practicum.teachers.balance import Moments, UpdateBalance, spread_factors
 from practicum.teachers.ledger import Pair, TeacherMeasures, pair_of
+from practicum.teachers.shared_tokens import require_mass
 
 FRESH_ONLY = ("gap_mean", "gap_max", "gap_k3")
 """Metrics of the first optimizer step on a batch sampled by the current weights, meaningless in later
@@ -130,7 +131,8 @@ class StudentRole:
             measures = measures or (several and (projects or feedback))
             present = {pair_of(step.batch.tags[row]) for row in optimizer_step.rows} if measures else ()
             groups = [number for number, pair in enumerate(pairs) if pair in present]
-            check = partial(self._check, facts, first=not reports, stale=stale)
+            new_pairs = pairs if step.number == 1 and not reports else []
+            check = partial(self._check, facts, new_pairs, first=not reports, stale=stale)
             try:
                 learnt = self.learner.update(update, step=step.number, before_step=check, groups=groups)
                 reports.append(learnt)
@@ -224,8 +226,23 @@ class StudentRole:
         everywhere = {key: weight for sums in ranks for key, weight in sums.items()}
         return [everywhere.get(key, 0.0) for key in batch.keys]
 
-    def _check(self, facts: BatchFacts, metrics: Mapping[str, float], *, first: bool, stale: bool) -> None:
-        """Raise on invalid numbers of an optimizer step, before the weights change."""
+    def _check(
+        self,
+        facts: BatchFacts,
+        new_pairs: Sequence[Pair],
+        metrics: Mapping[str, float],
+        *,
+        first: bool,
+        stale: bool,
+    ) -> None:
+        """Raise on invalid numbers of an optimizer step, before the weights change.
+
+        `new_pairs` are the pairs of teacher and domain in the first step of a run, otherwise none.
+        """
+        for number, (teacher, _) in enumerate(new_pairs):
+            sums = self.learner.by_group.sums.get(number, {})
+            if "shared_mass" in sums and sums["coverage"]:
+                require_mass(teacher, sums["shared_mass"] / sums["coverage"])
         self.watch("masks", invariants.denominator(metrics.get("tokens"), sum(facts.sampled_tokens)))
         expected = total_weight(self.learner.objective.algorithm.aggregation, facts)
         self.watch("masks", invariants.loss_weights(self.learner.weight, expected))

@@ -23,6 +23,7 @@ from practicum.algorithms.token_logprobs import logprobs_at, scaled_logits
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all, in_thread
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.fields import SAME_TOKENS
 from practicum.dataplane.keys import Key
 from practicum.dataplane.ragged import Column, Columns, Ragged
 from practicum.dataplane.stages import Plan
@@ -40,7 +41,7 @@ from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, top_k
 from practicum.teachers.route import before_text
-from practicum.teachers.shared_tokens import Alignment, SharedTokens, match_of
+from practicum.teachers.shared_tokens import Alignment, SharedTokens
 from practicum.teachers.teacher_scorer import TeacherScorer
 
 T = TypeVar("T")
@@ -120,7 +121,9 @@ class TeacherRole:
             whole += parts
         columns_of = self._columns(whole)
         if self._by_match:
-            matches = [match_of(aligned.get(i), len(response)) for i, response in enumerate(responses)]
+            matches = [torch.full_like(response, SAME_TOKENS) for response in responses]
+            for i, found in aligned.items():
+                matches[i] = self.shared[batch.tags[i].teacher or ""].match(found, responses[i].tolist())
             columns_of["teacher_match"] = Ragged.from_rows(matches)
         return columns_of
 

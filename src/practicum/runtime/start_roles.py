@@ -54,6 +54,10 @@ class Roles(Protocol):
         """Describe engines with their own processes, in sentences for the log."""
         ...
 
+    def compare_teachers(self) -> tuple[list[str], list[str]]:
+        """Return a table of the teachers in this process beside the student, and warnings."""
+        ...
+
     def refresh_copies(self, step: int) -> None:
         """Before a step, have copies of the student take its weights if the recipe says so."""
         ...

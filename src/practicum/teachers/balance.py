@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import exp, log
 
 LIMIT = 4.0
 """Maximum weight. The minimum is its inverse."""
 LEAST_TOKENS = 200
 """Minimum tokens to estimate a teacher's spread. With fewer, its weight is 1."""
 GAIN = 0.5
-"""Exponent of (target / share) in a step's weight change."""
-MEMORY = 0.7
-"""Decay of the running mean of the shares."""
+"""Change of a log weight in a step, as a multiple of (target - share) / target."""
 
 Moments = tuple[int, float, float]
 """Number, sum and sum of squares."""
@@ -40,14 +39,21 @@ def _clipped(factor: float) -> float:
 
 
 class UpdateBalance:
-    """Feedback control of the teachers' relative shares of the update.
+    """Integral control of the teachers' relative shares of the update.
 
-    Parts of a step that belong to no teacher (momentum, decay, clipping) are excluded.
+    Each log weight sums up the errors of the shares. So the mean error of a run is the change of the log
+    weight / (GAIN × steps), however noisy the shares are. Parts of a step that belong to no teacher
+    (momentum, decay, clipping) are excluded.
     """
 
     def __init__(self, targets: Mapping[int, float] | None = None) -> None:
-        self.targets, self.factors = targets, dict[int, float]()
-        self._means: dict[int, float] = {}
+        self.targets, self._logs = targets, dict[int, float]()
+
+    @property
+    def factors(self) -> dict[int, float]:
+        """Return the weights by teacher. Only their ratios matter."""
+        middle = (max(self._logs.values(), default=0.0) + min(self._logs.values(), default=0.0)) / 2
+        return {number: _clipped(exp(own - middle)) for number, own in self._logs.items()}
 
     def adapt(self, shares: Mapping[int, float], prompts: Mapping[int, int]) -> None:
         """Adapt to the measured shares of a step. The default targets are the shares of the prompts."""
@@ -56,20 +62,13 @@ class UpdateBalance:
         if whole <= 0:  # momentum moved the weights against all teachers
             return
         for number, share in shares.items():
-            target = targets[number] / wanted
-            before = self._means.get(number, target)
-            mean = self._means[number] = MEMORY * before + (1 - MEMORY) * share / whole
-            # A teacher with a negative share needs a larger weight.
-            ratio = target / max(mean, target / LIMIT**2)
-            self.factors[number] = self.factors.get(number, 1.0) * ratio**GAIN
-        middle = (max(self.factors.values()) * min(self.factors.values())) ** 0.5  # only ratios matter
-        self.factors = {number: _clipped(factor / middle) for number, factor in self.factors.items()}
+            error = 1 - share / whole * wanted / targets[number]
+            changed = self._logs.get(number, 0.0) + GAIN * error
+            # Beyond the weights' limit, so that a few extreme steps are made up for, but no more.
+            self._logs[number] = min(max(changed, -3 * log(LIMIT)), 3 * log(LIMIT))
 
     def state_dict(self) -> dict[str, float]:
-        factors = {f"balance/{number}": factor for number, factor in self.factors.items()}
-        return factors | {f"balance_mean/{number}": mean for number, mean in self._means.items()}
+        return {f"balance/{number}": own for number, own in self._logs.items()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        for name, value in state.items():
-            kind, _, number = name.partition("/")
-            (self.factors if kind == "balance" else self._means)[int(number)] = value
+        self._logs = {int(name.partition("/")[2]): own for name, own in state.items()}

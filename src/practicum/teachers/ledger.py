@@ -202,6 +202,8 @@ def _means(tokens: int, sums: Mapping[str, float], weight: float) -> dict[str, f
     line = {what: sums[what] / tokens for what in whats if what in sums}
     if sums.get("coverage"):  # the teacher says nothing of the other tokens
         line["kl"] = sums["kl"] / sums["coverage"]
+        if "shared_mass" in sums:
+            line["shared_mass"] = sums["shared_mass"] / sums["coverage"]
     if weight > 0:
         line["loss_share"] = sums["weight"] / weight
     if sums.get("weight", 0.0) > 0:

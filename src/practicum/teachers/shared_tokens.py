@@ -2,15 +2,17 @@
 
 Texts are aligned by their bytes. A position is strict if one token of the student covers the same bytes as
 one token of the teacher. There the student's most likely tokens are compared, as far as the teacher has them:
-tokens of equal bytes, special tokens left out. At all other positions the teacher says nothing.
+tokens of equal bytes, special tokens left out. Tokens that the teacher would join with the one before are
+left out too: it never sees them there, and so finds them unlikely even where they are right. At all other
+positions the teacher says nothing.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,18 +20,22 @@ import torch
 from torch import Tensor
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from practicum.dataplane.fields import NO_MATCH, SAME_TOKENS, SHARED_TOKEN
+from practicum.dataplane.fields import NO_MATCH, NUMERAL, SHARED_TOKEN
 from practicum.engines.protocol import ScoreRequest, Scores
-from practicum.errors import RecipeError
+from practicum.errors import RecipeError, TeacherError
 from practicum.observe.text import BYTE_LETTERS
 from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.teachers.vocabulary import compare_vocabularies, load_teacher_tokenizer
 
+_PAIRS = 1 << 18
+"""Number of pairs of tokens that are remembered with whether the teacher joins them."""
 ANCHOR = "\n"
 """Text before an answer when it is tokenised: some tokenizers treat the start of a text in another way."""
-_SPACE = "\u2581"
+LEAST_MASS = 0.5
+"""Least mass of a teacher on the compared tokens, as a mean over the positions where it is compared."""
+_SPACE, _ANSWER = "\u2581", "xyzzy"
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
@@ -38,7 +44,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     Supports byte-level, SentencePiece and plain-text vocabularies. Raise RecipeError for others.
     """
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
     if "WordPiece" in decoder or "BPEDecoder" in decoder:
         expected = "a byte-level or sentencepiece tokenizer, or one of plain text"
         raise RecipeError("distill.signal", "shared with a tokenizer of word pieces", expected)
@@ -60,6 +66,16 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     return found
 
 
+def end_token(tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> int | None:
+    """Return the token that ends an answer: the one that the chat template writes, or the end of a text."""
+    if chat and tokenizer.chat_template:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(_ANSWER)[2]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return next((int(i) for i in ids if i in tokenizer.all_special_ids), None)
+    return tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
+
+
 def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Return the texts of special tokens."""
     return {*tokenizer.all_special_tokens, *(token.content for token in _added(tokenizer) if token.special)}
@@ -78,6 +94,8 @@ class Alignment:
     """[n, 2]"""
     chunks: Sequence[tuple[slice, slice]] = ()
     """The other places (student's, teacher's) between two ends that both tokenizers have."""
+    support: Tensor | None = None
+    """Of each pair the teacher's tokens that are compared [n, K], -1 where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +135,11 @@ class SharedTokens:
                 by_bytes[theirs] = number
         self.to_teacher = torch.tensor([by_bytes.get(own, -1) if own else -1 for own in self._own])
         """The teacher's token of each of the student's, -1 where it has none."""
+        chat = any(task.chat for task in encode.tasks.values())
+        self._ends = [end_token(tokenizer, chat=chat) for tokenizer in (student, self.teacher)]
+        if (own_end := self._ends[0]) is not None and (their_end := self._ends[1]) is not None:
+            self.to_teacher[own_end] = their_end
+        self._joins = lru_cache(_PAIRS)(self._would_join)
 
     @cached_property
     def same(self) -> bool:
@@ -125,10 +148,14 @@ class SharedTokens:
         return not compare_vocabularies(self.student, self.teacher, "", chat=chat)
 
     def align(self, response: Sequence[int]) -> Alignment:
-        """Return the alignment of an answer, up to a special token or a character that is cut."""
+        """Return the alignment of an answer, up to a special token or a character that is cut.
+
+        The tokens that end an answer are a pair, if all that precedes is aligned.
+        """
         own = [self._own[i] for i in response]
         until = next((i for i, part in enumerate(own) if not part), len(own))
-        text = _valid(b"".join(own[:until]))
+        whole = b"".join(own[:until])
+        text = _valid(whole)
         specials = [text.find(special) for special in self._special if special in text]
         text = text[: min(specials, default=len(text))]
         ids = self._tokenise(text)
@@ -145,14 +172,27 @@ class SharedTokens:
         chunks = [
             (slice(a, b), slice(c, d)) for (a, c), (b, d) in pairwise(common) if (b - a, d - c) != (1, 1)
         ]
+        if None not in self._ends and list(response[until:]) == self._ends[:1] and text.encode() == whole:
+            pairs.append((until, len(ids)))
+            ids = [*ids, *self._ends[1:]]
         return Alignment(ids, torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2), chunks)
 
     def coverage(self, response: Sequence[int]) -> Coverage:
         """Count the tokens of a response, without special ones."""
         strict = set(self.align(response).pairs[:, 0].tolist())
         texts = [place for place, token in enumerate(response) if self._own[token]]
-        numerals = [place for place in texts if any(48 <= byte < 58 for byte in self._own[response[place]])]
+        strict &= set(texts)
+        numerals = [place for place in texts if self._numeral(response[place])]
         return Coverage(len(texts), len(strict), len(numerals), sum(place in strict for place in numerals))
+
+    def match(self, found: Alignment, response: Sequence[int]) -> Tensor:
+        """Return the field teacher_match of a row."""
+        match_R = torch.tensor([NUMERAL if self._numeral(token) else NO_MATCH for token in response]).long()
+        match_R[found.pairs[:, 0]] += SHARED_TOKEN
+        return match_R
+
+    def _numeral(self, token: int) -> bool:
+        return any(48 <= byte < 58 for byte in self._own[token])
 
     def _tokenise(self, text: str) -> list[int]:
         """Return the teacher's tokens of a text that follows other text."""
@@ -174,9 +214,34 @@ class SharedTokens:
         asked += self.encode(prompt).ids
         support = None
         if top_RK is not None:
+            mine, theirs = found.pairs.unbind(1)
+            known_NK = self._support(found.ids, theirs, self.to_teacher[top_RK[mine]])
             support = torch.zeros(len(found.ids), top_RK.shape[1], dtype=torch.int64)
-            support[found.pairs[:, 1]] = self.to_teacher[top_RK[found.pairs[:, 0]]].clamp_min(0)
+            support[theirs] = known_NK.clamp_min(0)
+            found = replace(found, support=known_NK)
         return ScoreRequest([*asked, *found.ids], len(asked), name, support=support), found
+
+    def _support(self, ids: Sequence[int], places: Tensor, tokens_NK: Tensor) -> Tensor:
+        """Return these tokens of the teacher, -1 for those that it would join with the one before."""
+        rows = zip(places.tolist(), tokens_NK.tolist(), strict=True)
+        kept = [
+            [-1 if t < 0 or (place and self._joins(ids[place - 1], t)) else t for t in row]
+            for place, row in rows
+        ]
+        return torch.tensor(kept, dtype=torch.int64).reshape(tokens_NK.shape)
+
+    def _would_join(self, first: int, second: int) -> bool:
+        """Return True if the teacher's tokenizer never writes these two tokens one after the other.
+
+        Adjacent pairs decide which sequences of tokens BPE can write.
+        """
+        try:
+            alone = self._theirs[first].decode()
+            both = (self._theirs[first] + self._theirs[second]).decode()
+        except UnicodeDecodeError:  # parts of characters: unknown
+            return False
+        is_text = alone != both  # the token that ends an answer is not
+        return is_text and self._tokenise(alone) == [first] and self._tokenise(both)[:-1] != [first]
 
     def scores(self, found: Alignment, scores: Scores, length: int, top_RK: Tensor | None) -> Scores:
         """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none.
@@ -191,20 +256,22 @@ class SharedTokens:
         ids_RK = best_RK = None
         if top_RK is not None:
             assert scores.topk_logprobs is not None
+            assert found.support is not None
             ids_RK, best_RK = torch.full_like(top_RK, -1), torch.zeros(top_RK.shape)
-            shared = self.to_teacher[top_RK[mine]] >= 0
+            shared = found.support >= 0
             ids_RK[mine] = top_RK[mine].masked_fill(~shared, -1)
             best_RK[mine] = scores.topk_logprobs[theirs].masked_fill(~shared, 0.0)
         return Scores(logprobs_R, ids_RK, best_RK, scores.version)
 
 
-def match_of(found: Alignment | None, length: int) -> Tensor:
-    """Return the field teacher_match of a row. Without an alignment vocabularies are the same."""
-    if found is None:
-        return torch.full((length,), SAME_TOKENS)
-    match_R = torch.full((length,), NO_MATCH)
-    match_R[found.pairs[:, 0]] = SHARED_TOKEN
-    return match_R
+def require_mass(name: str, mass: float) -> None:
+    """Raise a TeacherError if a teacher has too little mass on the tokens that it is compared on."""
+    if mass < LEAST_MASS:
+        raise TeacherError(
+            f"teacher {name} has {mass:.0%} of its mass on the tokens that it is compared on (the student's "
+            f"most likely ones, if it has them), expected at least {LEAST_MASS:.0%}\n  → take a teacher with "
+            "a tokenizer more like the student's, raise distill.top_k, or train on its answers first"
+        )
 
 
 def shared_tokens(recipe: Recipe, student: PreTrainedTokenizerBase) -> dict[str, SharedTokens]:

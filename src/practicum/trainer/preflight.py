@@ -34,6 +34,7 @@ from practicum.recipe.schema.recipe import Model, Recipe, Train
 from practicum.rewards.reward_scorer import check_reward_models, probe_reward_servers
 from practicum.roles.learner_rank import load_reference
 from practicum.roles.padding import check_fields
+from practicum.roles.probe_teachers import probe_teachers
 from practicum.roles.stage_table import make_plan
 from practicum.runtime.ray.cluster import check_cluster
 from practicum.sessions.attempts import find_loop
@@ -44,7 +45,6 @@ from practicum.teachers.load_teachers import base_spec, probe_servers
 from practicum.teachers.shared_tokens import shared_tokens
 from practicum.teachers.teacher_checks import check_bases, check_teachers, longest_prompts
 from practicum.trainer.check_data import check_data, hidden_tools, tokenizer_problems
-from practicum.trainer.probe_teachers import probe_teachers
 from practicum.trainer.run_folder import choose_folder, folder_of, require_possible
 from practicum.trainer.saver import crash_cost
 from practicum.trainer.try_functions import check_parts, try_rewards

@@ -51,6 +51,8 @@ from practicum.trainer.window import make_sampling
 
 LEDGER_WIDTH = 150
 """Width of the table of teachers, also if the output is not a terminal."""
+PROBED_STEPS = 10
+"""Runs of at least so many steps first compare teachers with the student, which costs about a step."""
 OnStep = Callable[[dict[str, Any]], object]
 """Callback that receives each row of metrics.jsonl after it is written. If it returns True, the run ends."""
 
@@ -153,6 +155,7 @@ class Trainer:
         self.failures = Failures(view.say, folder.log)
         self.learning = LearningWatch(Signal.of(recipe))
         self._to_warn_of = list(checked.warnings)
+        self._to_log = [finding for finding in checked.findings if finding.startswith("teacher ")]
         self._is_enough = self._loop_rewards = False  # on_step has returned True; a loop returns rewards
         self._began = time.monotonic()
 
@@ -208,6 +211,14 @@ class Trainer:
             first = self.evaluate()
             progress.first_eval = first.scores
             self._record(0, dict(first.scores), {"eval": first.answers})
+            if self.recipe.train.steps >= PROBED_STEPS:
+                self.view.stage("teachers")
+                for finding in self._to_log:
+                    self.folder.log(finding)
+                table, doubts = self.roles.compare_teachers()
+                for line in table:
+                    self._report(line)
+                self._warn(doubts)
         if progress.pending:
             self._complete_step()
         self.saver.mark(self.progress, self._elapsed())

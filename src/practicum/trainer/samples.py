@@ -14,7 +14,7 @@ from practicum.dataplane.keys import Key, Tags
 from practicum.roles.learner_rank import Transcript
 from practicum.runtime.start_roles import Roles
 from practicum.tasks.prompts import Prompt
-from practicum.user_code import shorten
+from practicum.user_code import shorten, user_lines
 
 Row = tuple[Key, Tags, Transcript]
 _COUNTED = ("response_tokens", "sampled_tokens", "turns", "tool_calls", "tool_errors")
@@ -58,7 +58,10 @@ class StepSamples:
 
 
 class Failures:
-    """Counts failed sessions by reason, numbers aside. `say` receives the first of each, `log` all."""
+    """Counts failed sessions by reason, together if reasons differ only in numbers and quoted values.
+
+    `say` receives the first failure of each reason, `log` all failures, and each traceback once.
+    """
 
     def __init__(self, say: Callable[[str], None], log: Callable[[str], None]) -> None:
         self._say, self._log = say, log
@@ -82,10 +85,10 @@ class Failures:
 
     def _report(self, whose: str, reason: str, trace: str | None) -> str:
         """Print a new reason with the end of its traceback, and return its kind."""
-        kind = re.sub(r"\d+", "#", reason)
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "#", reason)
         if kind not in self._first:
             self._first[kind] = reason
-            end = [shorten(line, _CHARS) for line in (trace or "").splitlines()[:-1][-_LINES:]]
+            end = [shorten(line, _CHARS) for line in user_lines(trace or "")[-_LINES:]]
             self._say("\n".join([f"{whose}{reason}", *end]))
         return kind
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tests.teachers.tiny_teachers import save_adapter, save_teacher, teachers_recipe
 
 from practicum.models.load_model import load_model
 from practicum.recipe.load_recipe import load_recipe
+from practicum.roles.probe_teachers import Probe, compare, probe_teachers, warnings_of
 from practicum.trainer.preflight import check_without_models, preflight
-from practicum.trainer.probe_teachers import Probe, compare, probe_teachers, warnings_of
-from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 
 def test_the_numbers_are_sums_over_the_vocabulary():
@@ -54,6 +54,18 @@ def test_check_shows_a_line_for_each_teacher(tmp_path: Path, monkeypatch: pytest
     assert same[4:6] == ["+0.00", "0.000"], "a copy of the student says what it says"
     assert apart[0] == "other"
     assert float(apart[5]) > 0.1
+
+
+def test_an_adapter_is_compared_without_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    student = save_teacher(tmp_path / "student", seed=1)
+    save_adapter(tmp_path / "adapter", student, seed=2)
+    teachers = {"same": {"student": {}}, "other": {"adapter": str(tmp_path / "adapter")}}
+    loaded = write(tmp_path, teachers, model={"path": student})
+    lines, _ = probe_teachers(loaded.recipe, load_model(loaded.recipe.model, 0))
+    found = {line.split()[0]: line.split()[1:] for line in lines}
+    assert float(found["other"][4]) > 0 == float(found["same"][4])
+    assert (found["other"][5] == "–") != (found["same"][5] == "–")
 
 
 def test_teachers_elsewhere_are_not_probed(tmp_path: Path):
