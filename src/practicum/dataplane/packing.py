@@ -35,13 +35,11 @@ def pack(value: Any) -> Packed:
     """Pack a value. Tensors that are contiguous on the CPU are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
-    Pickler(head, 5, buffer_callback=buffers.append).dump(value)
+    _Pickler(head, 5, buffer_callback=buffers.append).dump(value)
     return Packed(head.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
 
 
-class Pickler(pickle.Pickler):
-    """Copies the elements of tensors: pickling a view would send its whole storage."""
-
+class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented

@@ -45,12 +45,29 @@ class Reply(NamedTuple):
     error: Exception | None = None
 
 
+class _Pickler(pickle.Pickler):
+    """Copies the elements of tensors. Pickling a view would send its whole storage."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(value, torch.Tensor):
+            return NotImplemented
+        tensor = value.detach().cpu()
+        if tensor.dtype is torch.bfloat16:  # which numpy does not have
+            return _bfloat16, (tensor.view(torch.int16).numpy(),)
+        return torch.from_numpy, (tensor.numpy(),)
+
+
+def _bfloat16(bits: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(bits).view(torch.bfloat16)
+
+
 def send(pipe: Connection, message: Any) -> None:
     """Write a message without shared memory. Tensors arrive on the CPU."""
-    from practicum.dataplane.packing import Pickler
-
     written = io.BytesIO()
-    Pickler(written, pickle.HIGHEST_PROTOCOL).dump(message)
+    _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(message)
     pipe.send_bytes(written.getbuffer())
 
 
@@ -95,7 +112,8 @@ def _leave(code: int) -> NoReturn:
 
 
 class _Server:
-    """Handles calls concurrently. Replies of one iteration of the event loop are sent together."""
+    """Handles calls concurrently. Calls of one message start together, and replies of one iteration of the
+    event loop are sent together."""
 
     def __init__(self, pipe: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._pipe, self._loop = pipe, loop
