@@ -111,7 +111,7 @@ def models_of(model: Model, path: str | None, named: Mapping[str, Teacher]) -> M
 
 
 def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
-    """Return the sizes of a folder, hub name or random model. Raise a RecipeError if it has no config."""
+    """Return the sizes of a folder, hub name or random_init. Raise RecipeError without a config."""
     with must_read(spec.path or "", key, "a folder with config.json, or a hub name"):
         model = skeleton(spec, getattr(torch, spec.dtype))
     config = model.config.get_text_config()
@@ -187,7 +187,10 @@ class DeviceMemory:
 def device_memory(
     setup: StepSetup, limit: float, machines: str, wanted: Needs | None
 ) -> tuple[DeviceMemory, ...]:
-    """Return each kind of device, or what `machines` hold in all. Without `wanted`, it is this process."""
+    """Return each kind of device, or on the CPU what all `machines` hold together.
+
+    `limit` is the bytes of the smallest device, or of all machines. Without `wanted`, all is in this process.
+    """
     uses = _uses(setup)
     if wanted is None:
         return (DeviceMemory("this process", _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)
