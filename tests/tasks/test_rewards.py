@@ -327,8 +327,8 @@ def test_trls_signature_is_refused_with_the_lines_that_adapt_it():
 
     names: dict[str, Any] = {"trl_reward": trl_reward}
     exec(textwrap.dedent("\n".join(wrapper)), names)
-    assert names["score"](sample("7", row={"solution": "7"})) == 1.0
-    assert names["score"](sample("8", row={"solution": "7"})) == 0.0
+    assert names["trl_reward_reward"](sample("7", row={"solution": "7"})) == 1.0
+    assert names["trl_reward_reward"](sample("8", row={"solution": "7"})) == 0.0
 
 
 def test_a_function_of_two_arguments_is_refused_before_it_is_called():
