@@ -33,7 +33,13 @@ from practicum.rewards.reward_functions import RewardSample
 from practicum.roles.stage_table import all_stages
 from practicum.sessions import session
 from practicum.tasks.builtin import describe_tasks
-from tests.hosts.tables import control_plane_table, cuts_table
+from tests.hosts.tables import (
+    bytes_table,
+    control_plane_table,
+    cuts_table,
+    step_seconds_table,
+    weights_table,
+)
 
 from .pages import PAGES, ROOT, blocks_of
 
@@ -287,6 +293,9 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "traced": ("runs.md", traced_table),
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
+    "bytes": ("cluster.md", bytes_table),
+    "step seconds": ("cluster.md", step_seconds_table),
+    "weights": ("cluster.md", weights_table),
     "control plane": ("cluster.md", control_plane_table),
     "cuts": ("reliability.md", cuts_table),
 }

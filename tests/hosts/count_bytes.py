@@ -2,61 +2,79 @@
 
 Three hosts: the controller (with Ray's head), two learner ranks, two rollout replicas with the reward worker.
 Batches and responses grow. After these, hosts with one worker each: a rank, a replica, a reward worker and
-an own teacher. Each size runs as it is and with the control of `driver.py`, in which the
-controller forwards columns. Bytes are per step, from the first step's end to the last one's. FILE has a line
-for each setting; those that have one are not run again.
+an own teacher. Steps as they are alternate with the control of `driver.py`, in which the controller forwards
+columns. FILE has a line for each size, speed and control; sizes that have theirs are not run again.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from subprocess import PIPE
+from threading import Timer
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
+from practicum.models.load_model import load_tokenizer
+from practicum.recipe.schema.recipe import Model
 from tests.campaign.processes import end_cleanly
 from tests.hosts.cuts import roles_of
 from tests.hosts.ray_hosts import HOST_ENV, RayHosts
 from tests.teachers.tiny_teachers import save_teacher
 
-STEPS = 4
 HOSTS = {"controller": 0, "learner": 2, "rollout": 3}
 TEXT = {"copy": {"kind": "copy", "options": {"length": [8, 8], "letters": 5}}}
 IMAGES = {"dots": {"kind": "dots", "options": {"pictures": [3, 3], "size": [56, 56]}}}
-SIZES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "batch ×1": (8, 32, TEXT),
-    "batch ×4": (32, 32, TEXT),
-    "batch ×16": (128, 32, TEXT),
-    "responses ×8": (8, 256, TEXT),
-    "images": (8, 32, IMAGES),
+MODEL = {"hidden": 256, "layers": 4, "heads": 4, "context": 512}
+SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "batch ×1": (8, 32, TEXT, {}),
+    "batch ×4": (32, 32, TEXT, {}),
+    "batch ×16": (128, 32, TEXT, {}),
+    "responses ×8": (8, 256, TEXT, {}),
+    "images": (8, 32, IMAGES, {}),
+    "teacher, batch ×1": (8, 32, TEXT, {"placement": "colocated"}),
+    "teacher, batch ×4": (32, 32, TEXT, {"placement": "colocated"}),
+    "teacher, batch ×16": (128, 32, TEXT, {"placement": "colocated"}),
+    "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
-"""Prompts of a step, of 8 samples each, tokens of a response, and tasks."""
-RUNS = [(1000, "batch ×1"), (1000, "batch ×16"), (1000, "responses ×8"), (1000, "batch ×4")]
-RUNS += [(100, "batch ×16"), (100, "responses ×8"), (1000, "images"), (100, "batch ×1"), (100, "batch ×4")]
-"""Mbit/s of each link, and sizes."""
-BY_ROLE, IDLE_S = "batch ×4, one worker per host", 5.0
+"""Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher (32 logprobs a token)."""
+ROUNDS, MBITS = 2, (1000, 100)
+PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
+"""Steps after the first: Mbit/s of each link, and if the controller forwards."""
+BY_ROLE, IDLE_S, LATE_S = "one worker per host", 6.0, 280.0
 
 
-def recipe(
-    address: str, prompts: int, tokens: int, tasks: dict[str, Any], teacher: str = ""
-) -> dict[str, Any]:
-    """With a teacher, which is a model's folder, each worker has its own host."""
-    model = {"hidden": 128, "layers": 4, "heads": 4, "context": 512}
-    family = {"family": "qwen2_5_vl"} if tasks is IMAGES else {}
-    count = 1 if teacher else 2
-    taught = {"own": {"model": teacher, "placement": "own"}}
-    more = {"teachers": taught, "distill": {"signal": "top_k", "top_k": 8}} if teacher else {}
+def save_student(folder: Path) -> None:
+    """Save a model that never ends a response: its end token's vector is opposite to all others'."""
+    save_teacher(folder, seed=0, scale=1.0, **MODEL)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ends: Any = load_tokenizer(Model(path=str(folder))).eos_token_id
+    embeddings: Any = model.get_input_embeddings()  # the output head's too
+    with torch.no_grad():
+        embeddings.weight[:, 0] = 1.0
+        embeddings.weight[ends, 0] = -1.0
+    model.save_pretrained(folder)
+
+
+def recipe(address: str, folder: Path, size: str) -> dict[str, Any]:
+    prompts, tokens, tasks, teacher = SIZES[size]
+    images = {"random_init": MODEL | {"family": "qwen2_5_vl"}}
+    count = 1 if size == BY_ROLE else 2
+    taught = {"teacher": {"model": str(folder / "teacher"), **teacher}}
+    more = {"teachers": taught, "distill": {"signal": "top_k", "top_k": 32}} if teacher else {}
     return more | {
         "name": "bytes",
-        "model": {"random_init": model | family},
+        "model": images if tasks is IMAGES else {"path": str(folder / "student")},
         "tasks": tasks,
         "rollout": {"samples": 8, "max_new_tokens": tokens},
-        "train": {"steps": STEPS, "prompts": prompts, "minibatches": 2, "lr": 1e-4},
+        "train": {"steps": 1 + len(PLAN), "prompts": prompts, "minibatches": 2, "lr": 1e-4},
         "eval": {"rows": 0},
         "checkpoint": {"every": 1000},
         "track": {"record": "none"},
@@ -65,69 +83,79 @@ def recipe(
     }
 
 
-def measure(hosts: RayHosts, folder: Path, size: str, forward: bool, teacher: str = "") -> dict[str, Any]:
-    prompts, tokens, tasks = SIZES[size]
+def measure(hosts: RayHosts, folder: Path, size: str) -> list[dict[str, Any]]:
+    """Run the first step and those of PLAN; return a row for each kind of step."""
     file = folder / "recipe.json"
-    file.write_text(json.dumps(recipe(hosts.address, prompts, tokens, tasks, teacher)))
-    command = [sys.executable, "-m", "tests.hosts.driver", str(file), *(["--forward"] if forward else [])]
-    driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, stdout=subprocess.PIPE)
-    counts, steps, roles = [], [], {}
+    file.write_text(json.dumps(recipe(hosts.address, folder, size)))
+    command, pipes = [sys.executable, "-m", "tests.hosts.driver", str(file)], {"stdin": PIPE, "stdout": PIPE}
+    driver = hosts.head.start(command, env=HOST_ENV, cwd=folder, **pipes)
+    late = Timer(LATE_S, driver.kill)
+    late.daemon = True
+    late.start()
+    upcoming, steps, before, roles = iter([*PLAN, (MBITS[0], False)]), defaultdict(list), {}, {}
+    idle = 0
+    setting = None
     for line in driver.stdout:
-        if line.startswith("{") and "time/step" in line:
-            counts.append({name: host.bytes() for name, host in hosts.hosts.items()})
-            steps.append(json.loads(line))
-            roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
-    if driver.wait(60) or len(steps) != STEPS:
-        raise OSError(f"the run ended with exit code {driver.returncode} after {len(steps)} steps")
-    count = STEPS - 1
-    sent = {
-        name: [(new - old) / count for old, new in zip(counts[0][name], counts[-1][name], strict=True)]
-        for name in hosts.hosts
-    }
-    return {
-        "prompts": prompts,
-        "response_tokens": tokens,
-        "tokens": median(step["rollout/tokens"] for step in steps[1:]),
-        "forward": forward,
-        "received_and_sent": sent,
-        "roles": roles,
-        "seconds": median(step["time/step"] for step in steps[1:]),
-        "controller_peak_mib": steps[-1]["peak_mib"],
-    }
+        if not line.startswith("{"):
+            continue
+        counts = {name: host.bytes() for name, host in hosts.hosts.items()}
+        if setting is not None:
+            sent = {
+                name: [new - old for old, new in zip(before[name], counts[name], strict=True)]
+                for name in counts
+            }
+            steps[setting].append(json.loads(line) | {"sent": sent})
+        if len(steps[PLAN[-1]]) == ROUNDS:
+            time.sleep(IDLE_S)
+            idle = sum(hosts.head.bytes()) - sum(counts[hosts.head.name])
+        setting = next(upcoming)
+        roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
+        for host in hosts.hosts.values():
+            host.throttle(setting[0])
+        before = {name: host.bytes() for name, host in hosts.hosts.items()}
+        driver.stdin.write("forward\n" if setting[1] else "as it is\n")
+        driver.stdin.flush()
+    late.cancel()
+    if driver.wait(60) or set(steps) != set(PLAN):
+        raise OSError(f"{size}: the run ended with exit code {driver.returncode} in {setting}")
+    return [
+        {
+            "what": size,
+            "megabits": mbits,
+            "forward": forward,
+            "tokens": mean(step["rollout/tokens"] for step in these),
+            "received_and_sent": {
+                name: [mean(step["sent"][name][way] for step in these) for way in (0, 1)] for name in roles
+            },
+            "roles": roles,
+            "seconds": median(step["time/step"] for step in these),
+            "stages": {k[5:]: median(s[k] for s in these) for k in these[0] if k.startswith("time/")},
+            "idle_bytes_per_s": idle / IDLE_S,
+            "controller_added_mib": median(step["added_mib"] for step in these),
+        }
+        for (mbits, forward), these in ((setting, steps[setting]) for setting in dict.fromkeys(PLAN))
+    ]
 
 
 def main() -> None:
     end_cleanly()
-    results, began = Path(sys.argv[1]), time.monotonic()
-    minutes = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
+    results, wanted = Path(sys.argv[1]), sys.argv[2:] or [*SIZES]
     lines = results.read_text().splitlines() if results.exists() else []
-    done = {(row["what"], row["megabits"], row["forward"]) for row in map(json.loads, lines)}
-
-    def rest(settings: list[tuple[str, int, bool]]) -> Iterator[tuple[str, int, bool]]:
-        for setting in settings:
-            if setting not in done and time.monotonic() - began < 60 * minutes:
-                yield setting
-
-    def write(what: str, mbits: int, result: dict[str, Any]) -> None:
-        with results.open("a") as file:
-            file.write(json.dumps({"what": what, "megabits": mbits} | result) + "\n")
-        print(what, mbits, json.dumps(result), flush=True)
+    done = {json.loads(line)["what"] for line in lines}
 
     with tempfile.TemporaryDirectory() as name:
-        with RayHosts(HOSTS, [Path(name)]) as hosts:
-            for size, mbits, forward in rest([(s, m, f) for m, s in RUNS for f in (False, True)]):
-                for host in hosts.hosts.values():
-                    host.throttle(mbits)
-                write(size, mbits, measure(hosts, Path(name), size, forward))
-        for what, mbits, _ in rest([(BY_ROLE, 1000, False)]):
-            teacher = save_teacher(Path(name) / "teacher", seed=1, hidden=128)
-            workers = {f"worker{number}": 1 for number in range(4)}
-            with RayHosts({"controller": 0, **workers}, [Path(name)]) as hosts:
-                before = sum(hosts.head.bytes())
-                time.sleep(IDLE_S)
-                idle = (sum(hosts.head.bytes()) - before) / IDLE_S
-                result = measure(hosts, Path(name), "batch ×4", False, teacher)
-                write(what, mbits, result | {"idle_bytes_per_s": idle})
+        save_student(Path(name) / "student")
+        save_teacher(Path(name) / "teacher", seed=1, **MODEL)
+        workers = {f"worker{number}": 1 for number in range(4)}
+        for cpus, sizes in ((HOSTS, [*SIZES][:-1]), ({"controller": 0, **workers}, [BY_ROLE])):
+            if not (rest := [size for size in sizes if size in wanted and size not in done]):
+                continue
+            with RayHosts(cpus, [Path(name)]) as hosts:
+                for size in rest:
+                    rows = measure(hosts, Path(name), size)
+                    with results.open("a") as file:
+                        file.writelines(json.dumps(row) + "\n" for row in rows)
+                    print(json.dumps(rows, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,8 @@ class Host:
     def throttle(self, megabits: float | None) -> None:
         """Limit the link to so many Mbit/s in each direction, or no longer."""
         for space, device in ((self.space, "eth0"), (self.network.name, self.port)):
-            limit = f"tbf rate {megabits}mbit burst 256kb latency 400ms" if megabits else "noqueue"
+            burst = max(16, (megabits or 0) // 4)  # kB: 2 ms
+            limit = f"tbf rate {megabits}mbit burst {burst:g}kb latency 400ms" if megabits else "noqueue"
             _run(f"tc -n {space} qdisc replace dev {device} root {limit}")
 
     def processes(self) -> dict[int, str]:

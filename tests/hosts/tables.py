@@ -54,40 +54,61 @@ def cuts_table() -> str:
     return _table(["what happened", *_HOSTS.values(), "failed", "longest"], rows)
 
 
-def bytes_table() -> str:
-    """Bytes of each host, and seconds, of a step and of the control."""
+def _carried(row: dict[str, Any]) -> tuple[float, float]:
+    """Return the bytes of a step that the controller's host sends and receives, and those between others."""
+    sent = row["received_and_sent"]
+    controller = sum(sent["controller"])
+    workers = sum(sum(both) for name, both in sent.items() if name != "controller")
+    return controller, (workers - controller) / 2
+
+
+def _pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each kind of step as it is, and with a controller that forwards columns."""
     found = {(row["what"], row["megabits"], row["forward"]): row for row in _read("host_bytes.jsonl")}
+    return [
+        (row, found[what, megabits, True])
+        for (what, megabits, forward), row in found.items()
+        if not forward and row["roles"].keys() == {"controller", "learner", "rollout"}
+    ]
+
+
+def bytes_table() -> str:
+    """Bytes of the controller's host in a step, and of its control, at 1 Gbit/s."""
     rows = []
-    for (what, megabits, forward), ours in sorted(found.items(), key=lambda item: -item[0][1]):
-        control = found.get((what, megabits, True))
-        if forward or control is None:
-            continue
-        cells = []
-        for row in (ours, control):
-            sent = row["received_and_sent"]
-            controller = sum(sent["controller"])
-            workers = sum(sum(both) for name, both in sent.items() if name != "controller")
-            between = (workers - controller) / 2
-            cells.append([f"{controller / 1e3:,.0f}", f"{between / 1e3:,.0f}", f"{row['seconds']:.2f}"])
-            cells[-1].append(f"{controller / between:.1%}" if between > 0 else "–")
-        (mine, between, mine_s, share), (theirs, _, theirs_s, _) = cells
-        speed = f"{control['seconds'] / ours['seconds']:.1f}×"
-        peaks = [f"{row['controller_peak_mib']:,.0f}" for row in (ours, control)]
-        name = f"{what}, {'1 Gbit/s' if megabits == 1000 else f'{megabits} Mbit/s'}"
-        seconds = f"{mine_s}, {theirs_s} ({speed})"
-        rows.append([name, f"{ours['tokens']:,.0f}", between, mine, share, theirs, seconds, ", ".join(peaks)])
-    head = ["step and links", "tokens", "kB between workers", "kB of the controller", "share"]
-    head += ["kB of a forwarding controller", "s per step, and forwarding", "controller's peak MiB"]
+    for ours, control in _pairs():
+        if ours["megabits"] == 1000:
+            (mine, between), (theirs, _) = _carried(ours), _carried(control)
+            cells = f"{ours['tokens']:,.0f}", f"{between / 1e3:,.0f}", f"{mine / 1e3:,.0f}"
+            added = [f"{row['controller_added_mib']:,.1f}" for row in (ours, control)]
+            share = f"{mine / between:.1%}"
+            rows.append([ours["what"], *cells, share, f"{theirs / 1e3:,.0f}", *added])
+    head = ["step", "sampled tokens", "kB between workers", "kB of the controller", "share"]
+    head += ["kB of the control", "MiB added", "by the control"]
     return _table(head, rows)
+
+
+def step_seconds_table() -> str:
+    """Seconds of a step, and of its control."""
+    seconds: dict[str, list[str]] = {}
+    for ours, control in _pairs():
+        ratio = control["seconds"] / ours["seconds"]
+        cells = seconds.setdefault(ours["what"], [])
+        cells += [f"{ours['seconds']:.2f}", f"{control['seconds']:.2f}", f"{ratio:.2f}"]
+    head = ["step", "s at 1 Gbit/s", "the control", "ratio", "s at 100 Mbit/s", "the control", "ratio"]
+    return _table(head, [[what, *cells] for what, cells in seconds.items()])
 
 
 def roles_table() -> str:
     """Bytes of hosts with one worker each."""
-    (row,) = (row for row in _read("host_bytes.jsonl") if "idle_bytes_per_s" in row)
+    (row,) = (
+        row
+        for row in _read("host_bytes.jsonl")
+        if "worker0" in row["roles"] and row["megabits"] == 1000 and not row["forward"]
+    )
     rows = []
     for host, (received, sent) in row["received_and_sent"].items():
-        roles = [role for role in row["roles"][host] if role in _HOSTS]
-        name = "controller" if host == "controller" else " and ".join(_HOSTS[role] for role in roles)
+        roles = [_HOSTS[role] for role in row["roles"][host] if role in _HOSTS]
+        name = "controller" if host == "controller" else " and ".join(roles)
         rows.append([name, f"{received / 1e3:,.0f}", f"{sent / 1e3:,.0f}"])
     return _table(["host of", "kB received", "kB sent"], rows)
 

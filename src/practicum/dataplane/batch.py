@@ -89,9 +89,10 @@ def expand(columns: Sequence[list[Any]], rows: int) -> list[tuple[Any, ...]]:
 
 def _shared(column: tuple[Any, ...]) -> list[Any]:
     first = column[0]
-    comparable = type(first) in (str, int)  # not floats, because 0.0 == -0.0
-    same = (x is first or (comparable and type(x) is type(first) and x == first) for x in column)
-    return [first] if all(same) else list(column)
+    same = len(set(map(id, column))) == 1
+    if not same and type(first) in (str, int):  # not floats, because 0.0 == -0.0
+        same = set(map(type, column)) == {type(first)} and column.count(first) == len(column)
+    return [first] if same else list(column)
 
 
 def _rebuilt(partition: str, rows: int, columns: list[list[Any]]) -> BatchRef:
@@ -143,7 +144,8 @@ def session_tags(batch: BatchRef) -> list[Tags]:
     for key, last in batch:
         if last.is_baseline or last.is_padding:
             continue
-        before = tags_of_session.get(key[:2], Tags())
-        sums = {name: getattr(before, name) + getattr(last, name) for name in _SUMMED}
-        tags_of_session[key[:2]] = replace(last, **sums)
+        if (before := tags_of_session.get(key[:2])) is not None:
+            sums = {name: getattr(before, name) + getattr(last, name) for name in _SUMMED}
+            last = replace(last, **sums)
+        tags_of_session[key[:2]] = last
     return list(tags_of_session.values())

@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from practicum.errors import ClusterError
@@ -43,7 +44,12 @@ def check_hosts(recipe: Recipe, folder: Path | None) -> None:
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             calls.append(describe.options(num_cpus=0, scheduling_strategy=place).remote(paths))
         names = [node["NodeManagerAddress"] for node in hosts]
-        answers = ask(calls, timeout=START_S, owner="the check of all hosts", who=names)
+        try:
+            answers = ask(calls, timeout=START_S, owner="the check of all hosts", who=names)
+        except RayError as error:  # Ray had not noticed its end when it listed the hosts
+            note = next(iter(getattr(error, "__notes__", ())), "")
+            lost = f"a host left the cluster while all were checked ({note}): see `ray status`, and try again"
+            raise ClusterError(lost) from error
     versions = _versions()
     problems = []
     for name, (found, missing) in zip(names, answers, strict=True):

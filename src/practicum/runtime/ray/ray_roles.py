@@ -42,8 +42,8 @@ END_S = 5.0
 """Seconds that workers may take to end by themselves."""
 IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
-SHARED_BYTES = 16 * 2**10
-"""Arguments of stages from this size on are one object for all ranks."""
+SHARED_BYTES = 2 * 2**10
+"""Arguments of stages from this size on are one object, which a host gets once for all ranks and stages."""
 NEWS_S = 5.0
 """Seconds to wait for Ray to report which rank died."""
 

@@ -169,9 +169,11 @@ class RayWorkers:
         divides = all(self._functions.divides(task) for task in {tags.task for tags in batch.tags})
         uids = list(dict.fromkeys(key.prompt for key in batch.keys))
         size = ceil(len(uids) / (pool.count if divides else 1))
-        parts = [set(uids[i : i + size]) for i in range(0, len(uids), size)]
-        shares = [batch.where(lambda key, _, part=part: key.prompt in part) for part in parts]
-        await gather_all(reward(share) for share in shares)
+        part_of = {uid: number // size for number, uid in enumerate(uids)}
+        shares: dict[int, list[int]] = {}
+        for row, key in enumerate(batch.keys):
+            shares.setdefault(part_of[key.prompt], []).append(row)
+        await gather_all(reward(batch.take(rows)) for rows in shares.values())
 
     async def teach(self, teacher: str, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
         tokens = sum(tags.prompt_tokens + tags.response_tokens for tags in batch.tags)
