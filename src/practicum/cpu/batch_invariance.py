@@ -108,10 +108,7 @@ def _parts() -> tuple[int, int]:
 
 
 def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
-    """Add rows of 0 after the last one, up to this many.
-
-    By default, add up to a number that products have.
-    """
+    """Add rows of 0, up to this many or by default to the next number that products have."""
     more = (padded_tokens(len(x_N), LANES) if rows is None else rows) - len(x_N)
     return pad(x_N, (0, 0) * (x_N.dim() - 1) + (0, more)) if more else x_N
 

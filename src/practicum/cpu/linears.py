@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from practicum.compat.torch import onednn_linear, onednn_pack, write_count
 from practicum.cpu import switch
 
-for _name, _entries in {"LRU_CACHE_CAPACITY": "256", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}.items():
+for _name, _entries in {"LRU_CACHE_CAPACITY": "384", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}.items():
     # torch and oneDNN both keep what they prepared for each number of rows, 1,024 entries by default. One is
     # enough. They read this before their first product.
     os.environ.setdefault(_name, _entries)
@@ -69,8 +69,17 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad, needed = grads[0].reshape(-1, len(weight)), ctx.needs_input_grad
         grad_x = _multiply(grad, weight.t(), None).view(x.shape) if needed[0] else None
-        grad_weight = grad.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else None
+        grad_weight = _weight_gradient(grad, x.reshape(-1, x.shape[-1])) if needed[1] else None
         return grad_x, grad_weight, grad.sum(0) if needed[2] else None
+
+
+def _weight_gradient(grad_N: Tensor, x_N: Tensor) -> Tensor:
+    """Return the sum over rows of the outer products, by oneDNN, which takes half the time of torch's own."""
+    if not len(x_N):
+        return grad_N.t() @ x_N
+    if grad_N.shape[1] > x_N.shape[1]:  # oneDNN copies the first: the narrower one
+        return _multiply(x_N.t(), grad_N.t(), None).t()
+    return _multiply(grad_N.t(), x_N.t(), None)
 
 
 class OneDnnLinear(nn.Linear):

@@ -76,10 +76,7 @@ class ProgressView:
             self._stage, self._stage_began = name, time.monotonic()
 
     def waiting(self, what: str) -> None:
-        """Show what the learner waits for as a stage of the panel.
-
-        Without a panel, print a line now and then.
-        """
+        """Show what the learner waits for, as a stage of the panel or now and then as a line."""
         self.stage(f"waiting: {what}")
         if not self.is_live and time.monotonic() - self._shown >= LINE_EVERY_S:
             self._shown = time.monotonic()

@@ -67,10 +67,7 @@ class Roles(Protocol):
         ...
 
     def publish(self, step: int) -> None:
-        """Keep the learner's weights as the version after this step.
-
-        Without a lag, load them into the engines.
-        """
+        """Keep the learner's weights as the version after this step. Without a lag, engines load them."""
         ...
 
     def weights(self, copy: int, step: int) -> AbstractContextManager[None]:

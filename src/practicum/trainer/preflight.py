@@ -179,13 +179,13 @@ def require_layers(recipe: Recipe) -> None:
         if teacher.url is None:
             models[f"teachers.{name}"] = teacher.engine, base_spec(recipe.model, teacher)
     for path, (engine, spec) in models.items():
-        if ENGINES[engine].runs_states:
+        if not (kind := ENGINES[engine]).recurrent:
             continue
         with must_read(spec.path or "", f"{path}.model", "a causal language model in HuggingFace format"):
-            layers = state_layers(skeleton(spec))
-        if layers:
-            found = f"{engine} for a model with recurrent layers ({layers})"
-            raise RecipeError(f"{path}.engine", found, "torch")
+            model = skeleton(spec)
+        if (layers := state_layers(model)) and not kind.runs_recurrent(model.config):
+            found = f"{engine} for {model.config.model_type} with recurrent layers ({layers})"
+            raise RecipeError(f"{path}.engine", found, f"torch; {engine} runs {kind.recurrent}")
 
 
 def require_extras(recipe: Recipe) -> None:

@@ -139,10 +139,7 @@ class RayStore:
             ) from error
 
     def _free(self, locators: Sequence[Any]) -> None:
-        """Free the bytes of puts that the index reports as freed.
-
-        Does nothing, because Ray counts references.
-        """
+        """Free the bytes of puts that the index reports as freed. Ray counts references itself."""
 
     def _commit(self, put: Put) -> None:
         if isinstance(put.locator, ObjectRef):

@@ -271,10 +271,7 @@ _LOCK = threading.Lock()
 
 
 def client_of(servers: Servers, timeout_s: float) -> TransferQueueClient:
-    """Return this process's client of these servers.
-
-    It is created by the first call and shared by all stores.
-    """
+    """Return this process's client of these servers, shared by all its stores."""
     with _LOCK:
         client = _CLIENTS.get(servers.uid)
         if client is None:

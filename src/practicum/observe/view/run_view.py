@@ -102,10 +102,7 @@ class RunView:
             }
 
     def recipe(self) -> dict[str, Any]:
-        """Return the resolved recipe as plain data.
-
-        Return nothing if it is not there yet or can't be read.
-        """
+        """Return the resolved recipe as plain data, or nothing if it can't be read yet."""
         path = self.path / "recipe.yaml"
         stamp = _size_and_time(path)
         if stamp != self._recipe[0]:

@@ -60,10 +60,7 @@ def name_runs(folders: Sequence[Path]) -> list[RunView]:
 
 
 def listen(port: int | None) -> socket.socket:
-    """Return a socket on this machine alone.
-
-    Without a port, use the usual one, or a free one if that is in use.
-    """
+    """Return a local socket at this port, by default the usual one or else a free one."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

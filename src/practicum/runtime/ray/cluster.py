@@ -89,10 +89,7 @@ def _nodes() -> list[Node]:
 
 
 def _require_room_here(recipe: Recipe, plan: Plan | None = None) -> bool:
-    """Return True if a run would start a cluster on this machine.
-
-    Raise a ClusterError if that is too small.
-    """
+    """Return True if a run would start a cluster here. Raise ClusterError if it is too small."""
     runtime = recipe.runtime
     if import_ray().is_initialized() or runtime.address is not None:
         return False

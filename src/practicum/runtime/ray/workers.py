@@ -272,10 +272,7 @@ class RewardWorker(Worker):
     """
 
     def begin(self, replicas: Mapping[str, Sequence[Any]]) -> None:
-        """Load reward functions and models.
-
-        `replicas` are those of reward models with their own resources.
-        """
+        """Load reward functions and models. `replicas` are of models with their own resources."""
         recipe, specs = self.recipe, self.recipe.reward.models
         encoder = make_encoder(recipe, load_tokenizer(recipe.model))
         models: dict[str, RewardScorer] = {}
