@@ -52,7 +52,7 @@ from practicum.trainer.window import make_sampling
 LEDGER_WIDTH = 150
 """Width of the table of teachers, also if the output is not a terminal."""
 PROBED_STEPS = 10
-"""Runs of at least so many steps first compare teachers with the student, which costs about a step."""
+"""Least steps of a run that first compares teachers with the student, by three small rollouts for each."""
 OnStep = Callable[[dict[str, Any]], object]
 """Callback that receives each row of metrics.jsonl after it is written. If it returns True, the run ends."""
 
