@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import practicum as pr
 from practicum.commands.recipe_commands import plan
+from practicum.engines.vllm.make_vllm import VllmKind
 from practicum.errors import EngineError, RecipeError, RecipeErrors
 from practicum.models.tokenizer import make_tokenizer
 from practicum.serving.serve import ServeOptions, resolve
 from tests.models.coverage import EVERY, PAGE, README, RECIPE, row, save
-from tests.models.families import DENSE
+from tests.models.families import DENSE, FAMILIES, tiny_config
 
 
 def listed() -> dict[str, list[str]]:
@@ -55,11 +58,7 @@ def recipe(student: str, teacher: str | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [
-        ("bloom", "BloomAttention"),
-        ("llama4_text", "Llama4TextAttention"),
-        ("gemma4_text", "2 × 8 and"),
-    ],
+    [("bloom", "BloomAttention"), ("llama4_text", "Llama4TextAttention"), ("gemma4_text", "2 × 8 and")],
 )
 def test_check_and_train_refuse_the_same_students_and_teachers(
     folders: dict[str, str], tmp_path: Path, name: str, layer: str
@@ -101,6 +100,22 @@ def test_check_and_train_refuse_vllm_for_layers_that_carry_a_state(folders: dict
 
 
 @pytest.mark.parametrize(
+    ("family", "other"),
+    [
+        ("mamba2", {"n_groups": 2}),
+        ("granitemoehybrid", {"mamba_n_groups": 2}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}),
+        ("falcon_h1", None),
+    ],
+)
+def test_vllm_takes_some_hybrids(family: str, other: dict[str, Any] | None):
+    same = {"n_groups": 1, "mamba_n_groups": 1, "layers_block_type": ["mamba", "attention"]}
+    known = {key: value for key, value in same.items() if key in FAMILIES[family]}
+    assert VllmKind().runs_recurrent(tiny_config(family, **known))
+    assert other is None or not VllmKind().runs_recurrent(tiny_config(family, **known | other))
+
+
+@pytest.mark.parametrize(
     ("student", "teacher", "engine", "key"),
     [
         ("bloom", None, "torch", "model.path"),
@@ -131,6 +146,29 @@ def test_other_vision_models_are_refused_by_their_type(tmp_path: Path):
     for run in (lambda: pr.check(recipe(folder)), lambda: plan(file), lambda: resolve(ServeOptions(folder))):
         with pytest.raises(RecipeError, match="qwen3_vl is"):
             run()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"hidden_size": "abc"}, "hidden_size"),
+        ({"layer_types": ["conv"]}, "layer_types"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"conv_L_cache": 0}, "shapes"),
+        ({"num_hidden_layers": 5, "layer_types": ["conv"] * 4 + ["full_attention"]}, "lack"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(
+    folders: dict[str, str], tmp_path: Path, wrong: dict[str, Any], why: str
+):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["lfm2"], folder)
+    config = json.loads((file := folder / "config.json").read_text())
+    file.write_text(json.dumps(config | wrong))
+    for run in (pr.check, lambda asked: pr.train(asked, out=tmp_path / "run", quiet=True)):
+        for asked in (recipe(str(folder)), recipe(folders["llama"], str(folder))):
+            with pytest.raises((RecipeError, RecipeErrors), match=why):
+                run(asked)
 
 
 def test_serve_refuses_what_train_does(folders: dict[str, str]):

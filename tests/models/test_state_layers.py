@@ -32,8 +32,10 @@ from tests.models.families import DENSE, REFUSED, STATE, tiny_family
 model_of = cache(tiny_family)
 IDS = torch.randint(3, 64, (90,), generator=torch.Generator().manual_seed(1))
 IDS[62:74] = IDS[:12]
-# Four responses share the first prompt, and the last of them more; others have one of their own.
-ROWS = [(0, 9, 30), (0, 9, 10), (0, 9, 12), (20, 27, 60), (40, 41, 43), (3, 12, 50), (62, 71, 88)]
+# Four responses share the first prompt, and the last of them more; two share another. The lengths of the
+# other rows are too different for one call.
+ROWS = [(0, 9, 30), (0, 9, 10), (0, 9, 12), (20, 27, 60), (20, 27, 33), (62, 71, 88)]
+ROWS += [(40, 41, 43), (80, 82, 84), (3, 12, 50)]
 
 
 def packed_rows() -> Any:

@@ -30,7 +30,7 @@ from practicum.models import attention, load_model
 from practicum.models.offloaded_weights import take_weights
 from practicum.models.packed_attention import Ints, PackedLayout, Segments
 from practicum.models.padded_attention import AttentionRule
-from practicum.models.state_layers import StateLayer
+from practicum.models.state_layers import StateLayer, _Block
 from practicum.models.token_tree import TokenRows
 from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.recipe import Checks, Train
@@ -189,9 +189,16 @@ def test_a_state_that_passes_from_row_to_row(monkeypatch: pytest.MonkeyPatch):
     def as_one_sequence(layout: PackedLayout, layer: StateLayer, hidden_NH: Tensor) -> Tensor:
         return layer.run(hidden_NH.unsqueeze(0))[0].squeeze(0)
 
-    monkeypatch.setattr(PackedLayout, "mix", as_one_sequence)
-    with pytest.raises(EngineError, match=r"Qwen3_5ForCausalLM: packed rows differ from the model's"):
-        PackedModel(model, Train())
+    def from_the_other_prompt(*args: Any) -> _Block:
+        block = block_of(*args)
+        return block if block.parent_B is None else replace(block, parent_B=1 - block.parent_B)
+
+    block_of = _Block.of
+    for owner, name, wrong in (PackedLayout, "mix", as_one_sequence), (_Block, "of", from_the_other_prompt):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            with pytest.raises(EngineError, match=r"Qwen3_5ForCausalLM: packed rows differ from the model's"):
+                PackedModel(model, Train())
 
 
 def test_a_branch_that_sees_only_the_root(monkeypatch: pytest.MonkeyPatch):

@@ -56,10 +56,7 @@ mini-batch and in the whole batch."""
 
 
 def session_count(tokens_S: Tensor, whole_S: Tensor) -> Tensor:
-    """The number of sessions in a mini-batch, a scalar in double precision.
-
-    A session that is cut counts as a fraction.
-    """
+    """The number of sessions in a mini-batch, a float64 scalar. A part of a session is a fraction."""
     # Sessions without tokens are left out first: how many there are must not change the sum's rounding.
     present_S = tokens_S > 0
     return (tokens_S[present_S].double() / whole_S[present_S]).sum()

@@ -6,7 +6,7 @@ Attention and experts are registered functions, which transformers calls in each
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import transformers
@@ -18,6 +18,7 @@ TESTED = "5.19 to 5.23"
 
 try:
     from transformers import AttentionInterface
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -66,6 +67,11 @@ def uses_attention(model: Any) -> bool:
 def eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return the eager attention function of a module's model family."""
     return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def stored_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    """Return weights by the names and in the shapes of the model's files. Those of experts differ."""
+    return revert_weight_conversion(model, dict(weights)).items()
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -37,10 +37,7 @@ def fuse_adapter(model: nn.Module) -> None:
 
 
 def adapted_linear(x: Tensor, layer: Any, multiply: Callable[..., Tensor] = product) -> Tensor:
-    """Compute an adapted layer without gradients.
-
-    `multiply` is `product`, or the same with packed weights.
-    """
+    """Compute an adapted layer without gradients. `multiply` is `product`, maybe with packed weights."""
     base = layer.base_layer
     result = multiply(x, base.weight, base.bias)
     if is_off(layer):

@@ -67,10 +67,7 @@ def _fits(module: nn.Module) -> bool:
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Speed up the backward pass of the model's RMSNorms, and return their number.
-
-    Values change by rounding.
-    """
+    """Speed up the backward pass of a model's RMSNorms, up to rounding, and return their number."""
     norms = [module for module in model.modules() if switch.ENABLED and _fits(module)]
     for module in norms:
         module.forward = MethodType(forward, module)

@@ -98,10 +98,7 @@ _LETTERS = {str(axis) for field in _FIELDS for axis in field.trailing}
 
 
 def register_field(field: Field) -> None:
-    """Add a field from outside, in every process that reads, writes or pads it.
-
-    A second call has no effect.
-    """
+    """Add a field in every process that uses it. A second call has no effect."""
     if field.dtype not in _BYTES or (field.dtype == "object") != (field.extent == "object"):
         known = ", ".join(name for name in _BYTES if name != "object")
         raise StoreError(

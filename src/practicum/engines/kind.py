@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from practicum.engines.protocol import Engine
 from practicum.models.adapter_files import SavedAdapter
@@ -64,8 +64,12 @@ class EngineKind(Protocol):
     install: str
     hosts_lag: bool
     """True if engines that sample next to a learner on the CPU need a separate process."""
-    runs_states: bool
-    """True if it supports recurrent layers."""
+    recurrent: str
+    """The models with recurrent layers that it runs, for errors. Empty if it runs all."""
+
+    def runs_recurrent(self, config: PreTrainedConfig) -> bool:
+        """Return True if it runs the recurrent layers of a model with this config."""
+        ...
 
     def for_rollout(
         self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource

@@ -111,10 +111,7 @@ def models_of(model: Model, path: str | None, named: Mapping[str, Teacher]) -> M
 
 
 def model_sizes(spec: Model, key: str = "model.path") -> Sizes:
-    """Return the sizes of a model folder, a hub name or a randomly initialised model.
-
-    Raise a RecipeError if it has no config.
-    """
+    """Return the sizes of a folder, hub name or random_init. Raise RecipeError without a config."""
     with must_read(spec.path or "", key, "a folder with config.json, or a hub name"):
         model = skeleton(spec, getattr(torch, spec.dtype))
     config = model.config.get_text_config()

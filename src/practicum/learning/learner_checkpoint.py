@@ -210,9 +210,7 @@ def _as_value(tensor: Tensor) -> Any:
 
 
 def _empty_states(parameters: dict[str, nn.Parameter], index: Metadata) -> dict[str, dict[str, Tensor]]:
-    """Return tensors for loading the saved state of each parameter except `step`, sharded as the parameter
-    is.
-    """
+    """Return tensors to load each parameter's saved state into (not `step`), sharded as it is."""
     states: dict[str, dict[str, Tensor]] = {key: {} for key in parameters}
     for name, saved in index.state_dict_metadata.items():
         key, _, entry = name.removeprefix("optimizer.").rpartition(".")
@@ -234,10 +232,7 @@ def _read_index(folder: Path) -> Metadata:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and saved buffers, tied ones once.
-
-    For a model with an adapter, these are the trained ones.
-    """
+    """Return parameters and saved buffers, tied ones once. With an adapter, the trained ones."""
     if (trained := trained_names(model)) is not None:
         return {f"model.{name}": p.detach() for name, p in model.named_parameters() if name in trained}
     kept = set(model.state_dict())

@@ -242,9 +242,9 @@ class PackedModel:
 
     def _probe_gap(self) -> float:
         ids = torch.tensor(fingerprint_ids(self.model.config.get_text_config().vocab_size))
-        # Three rows share a prompt, and two of these the first tokens of their responses.
-        prompts = [ids[:5], ids[:5], ids[3:5], ids[:5]]
-        responses = [ids[5:9], ids[8:16], ids[9:12], torch.cat([ids[5:7], ids[1:4]])]
+        # Three rows share a prompt, and two of these the first tokens of their responses. Two share another.
+        prompts = [ids[:5], ids[:5], ids[3:5], ids[:5], ids[3:5]]
+        responses = [ids[5:9], ids[8:16], ids[9:12], torch.cat([ids[5:7], ids[1:4]]), ids[:4]]
         theirs, experts = [], []
         for prompt, response in zip(prompts, responses, strict=True):
             hidden_N, experts_N = self._own_forward(torch.cat([prompt, response[:-1]]))

@@ -61,10 +61,7 @@ class Parallel:
     def join(
         cls, rank: int, world: int, address: str, port: int, timeout_s: float, device: str = "cpu"
     ) -> Parallel:
-        """Connect to the other ranks at rank 0's address.
-
-        `timeout_s` limits this wait and each collective.
-        """
+        """Connect to all ranks at rank 0's address. `timeout_s` limits this and each collective."""
         try:
             dist.init_process_group(
                 collective_backends(device),

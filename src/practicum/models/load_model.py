@@ -26,6 +26,7 @@ from practicum.models.model_files import (
     read_tokenizer,
     require_model_folder,
     require_tokenizer,
+    value_errors,
 )
 from practicum.models.processor import make_vision_tokenizer
 from practicum.models.state_layers import KNOWN_LAYERS, add_seam, unknown_layers
@@ -92,8 +93,11 @@ def load_model(
         model = make_model(spec.random_init, load_tokenizer(spec), seed).to(dtype)
     else:
         require_model_folder(source, key)
-        with must_read(source, key, _EXPECTED):
-            model = model_class(read_config(source)).from_pretrained(source, dtype=dtype)
+        with must_read(source, key, _EXPECTED), value_errors():
+            makes = model_class(read_config(source))
+            model, found = makes.from_pretrained(source, dtype=dtype, output_loading_info=True)
+            if lacking := sorted(found["missing_keys"]):  # they would be random
+                raise ValueError(f"its files lack {len(lacking)} weights, such as {lacking[0]}")
     if spec.lora is not None and path is None:
         add_adapter(model, spec.lora, seed, source)
     if rank:
@@ -103,15 +107,13 @@ def load_model(
 
 
 def skeleton(spec: Model, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the recipe's model from its config, without weights and adapter, and optionally in another
-    `dtype`.
-    """
+    """Return the recipe's model from its config (or in `dtype`), without weights and adapter."""
     if spec.path is None:
         assert spec.random_init is not None
         config = made_config(spec.random_init, load_tokenizer(spec))
     else:
         config = copy.deepcopy(read_config(spec.path))
-    with torch.device("meta"):
+    with torch.device("meta"), value_errors():
         return model_class(config).from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 

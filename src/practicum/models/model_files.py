@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -35,6 +36,7 @@ KEPT = 192
 """Size of the cache."""
 _TOKENIZERS = "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken"
 """Names of tokenizers' files."""
+_UNFIT = ArithmeticError, AttributeError, ImportError, LookupError, TypeError
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
@@ -47,6 +49,20 @@ def must_read(source: str, key: str, expected: str) -> Iterator[None]:
         if isinstance(error, OSError) and is_unreachable(source):
             raise not_found(key, source, "model") from None
         raise RecipeError(key, source, expected, str(error).splitlines()[0]) from error
+
+
+@contextmanager
+def value_errors() -> Iterator[None]:
+    """Turn transformers' errors about unfit configs and weights of other shapes into ValueErrors."""
+    try:
+        yield
+    except (*_UNFIT, StrictDataclassError) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"transformers makes no model of its config.json ({why})") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError("the shapes of its weights are not those of its config.json") from error
 
 
 def require_model_folder(source: str, key: str = "model.path") -> None:
@@ -102,7 +118,8 @@ def _stamp(source: str) -> tuple[int, ...]:
 
 @lru_cache(KEPT)
 def _read(reader: Any, source: str, stamp: tuple[int, ...]) -> Any:
-    return reader.from_pretrained(source)
+    with value_errors():
+        return reader.from_pretrained(source)
 
 
 def model_class(config: Any) -> Any:

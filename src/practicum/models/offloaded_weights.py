@@ -20,10 +20,7 @@ if TYPE_CHECKING:  # vLLM's process says in its own words what keeps transformer
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and saved buffers by name, tied ones under each name.
-
-    With an adapter, only its own.
-    """
+    """Return parameters and buffers by name, tied ones under each. With an adapter, only its own."""
     tensors = model.state_dict(keep_vars=True)
     return {name: x for name, x in tensors.items() if is_adapter(name)} or tensors
 

@@ -114,10 +114,7 @@ def pack(scores: Scores) -> dict[str, str]:
 
 
 def unpack(packed: Mapping[str, Any], count: int, top_k: int) -> Scores:
-    """Return scores of `count` tokens.
-
-    Raise ValueError, KeyError or TypeError if the arrays are malformed.
-    """
+    """Return scores of `count` tokens. Raise ValueError, KeyError or TypeError for malformed arrays."""
     logprobs = _decode(packed, "logprobs", (count,))
     if not top_k:
         return Scores(logprobs, None, None, version=0)

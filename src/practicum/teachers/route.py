@@ -52,8 +52,7 @@ def routed_value(prompt: Prompt, route: Route) -> str:
 def before_text(teacher: Teacher, prompt: Prompt) -> str:
     """Return the teacher's prompt prefix, filled in from the prompt's row, or ""."""
     text = teacher.prompt_prefix or ""
-    values = {field: _field(prompt, field) for field in fields_of(text)}
-    return encodable(fill(text, values))
+    return encodable(fill(text, {field: _field(prompt, field) for field in fields_of(text)}))
 
 
 def _draw(weights: Mapping[str, float], seed: int, uid: int) -> str:

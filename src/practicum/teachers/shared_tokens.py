@@ -23,6 +23,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 from practicum.dataplane.fields import NO_MATCH, NUMERAL, SHARED_TOKEN
 from practicum.engines.protocol import ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
+from practicum.observe.text import BYTE_LETTERS
 from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.prompts import Encoder, Prompt
@@ -55,7 +56,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         if token in added:
             found[number] = token.encode()
         elif "ByteLevel" in decoder:
-            found[number] = bytes(_BYTES.get(c, 0) for c in token) if _BYTES.keys() >= set(token) else b""
+            found[number] = (
+                bytes(BYTE_LETTERS[c] for c in token) if BYTE_LETTERS.keys() >= set(token) else b""
+            )
         elif "ByteFallback" in decoder and len(token) == 6 and token.startswith("<0x"):
             found[number] = bytes([int(token[3:5], 16)])
         else:
@@ -80,16 +83,6 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def _added(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
     return list(tokenizer.added_tokens_decoder.values())  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of byte-level vocabularies, which write other bytes from U+0100 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)

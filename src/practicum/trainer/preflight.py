@@ -123,8 +123,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
     context = recipe.rollout.context_for(model_context)
     if model_context is not None and context > model_context:
         expected = f"at most the model's context of {model_context}"
-        problem = RecipeError("rollout.context", f"{context}", expected)
-        raise RecipeErrors(f"recipe {recipe.name}", [problem])
+        raise RecipeErrors(f"recipe {recipe.name}", [RecipeError("rollout.context", f"{context}", expected)])
     data = check_data(recipe, tokenizer, context)
     findings += data.findings
     if problems := list(tokenizer_problems(recipe, tokenizer, vocab, uses_chat=data.uses_chat)):
@@ -179,13 +178,13 @@ def require_layers(recipe: Recipe) -> None:
         if teacher.url is None:
             models[f"teachers.{name}"] = teacher.engine, base_spec(recipe.model, teacher)
     for path, (engine, spec) in models.items():
-        if ENGINES[engine].runs_states:
+        if not (kind := ENGINES[engine]).recurrent:
             continue
         with must_read(spec.path or "", f"{path}.model", "a causal language model in HuggingFace format"):
-            layers = state_layers(skeleton(spec))
-        if layers:
-            found = f"{engine} for a model with recurrent layers ({layers})"
-            raise RecipeError(f"{path}.engine", found, "torch")
+            model = skeleton(spec)
+        if (layers := state_layers(model)) and not kind.runs_recurrent(model.config):
+            found = f"{engine} for {model.config.model_type} with recurrent layers ({layers})"
+            raise RecipeError(f"{path}.engine", found, f"torch; {engine} runs {kind.recurrent}")
 
 
 def require_extras(recipe: Recipe) -> None:
@@ -210,10 +209,7 @@ def require_extras(recipe: Recipe) -> None:
 
 
 def known_traits(model: Model) -> Traits:
-    """Return the student's traits from its config, local or on the hub. Other checks report a broken config.
-
-    `moe` is set only if experts can be recorded and replayed.
-    """
+    """Return the student's traits from its config. `moe` means experts that can be replayed."""
     try:
         if model.path is None:
             return model_traits(model)

@@ -240,8 +240,7 @@ class TransferQueueClient:
         from tensordict import TensorDict
 
         meta = await self._client.async_kv_retrieve_meta([name], _PARTITION, create=True)
-        data = TensorDict({_FIELD: blob[None]}, batch_size=1)
-        await transferqueue.put_data(self._client, data, meta)
+        await transferqueue.put_data(self._client, TensorDict({_FIELD: blob[None]}, batch_size=1), meta)
 
     async def _get(self, names: list[str]) -> list[Tensor]:
         meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)
@@ -271,10 +270,7 @@ _LOCK = threading.Lock()
 
 
 def client_of(servers: Servers, timeout_s: float) -> TransferQueueClient:
-    """Return this process's client of these servers.
-
-    It is created by the first call and shared by all stores.
-    """
+    """Return this process's client of these servers, shared by all its stores."""
     with _LOCK:
         client = _CLIENTS.get(servers.uid)
         if client is None:

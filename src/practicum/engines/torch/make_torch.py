@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from practicum.devices import count_cores
 from practicum.engines.hosted_engine import HostedEngine
@@ -31,8 +31,11 @@ ANSWERS = 16
 class TorchKind:
     """See `engines.kind.EngineKind`."""
 
-    shares_model = hosts_lag = runs_states = True
-    module, install = "torch", "pip install torch"
+    shares_model = hosts_lag = True
+    module, install, recurrent = "torch", "pip install torch", ""
+
+    def runs_recurrent(self, config: PreTrainedConfig) -> bool:
+        return True
 
     def for_rollout(
         self,

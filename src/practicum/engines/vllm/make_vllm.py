@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from practicum.compat.peft import adapter_config
 from practicum.engines.kind import FrozenModel, Weights, WeightSource
@@ -16,10 +16,12 @@ from practicum.engines.protocol import Engine
 from practicum.engines.vllm.vllm_engine import VllmEngine
 from practicum.engines.vllm.vllm_setup import ADAPTED_LAYERS, INSTALL, RANKS, VllmSetup
 from practicum.models.adapter_files import SavedAdapter, write_adapter
-from practicum.models.load_model import context_length, load_model
+from practicum.models.load_model import context_length, load_model, skeleton
 from practicum.models.lora import bare_base, base_fingerprint, has_adapter, merged_weights
 from practicum.models.model_files import read_config
+from practicum.models.state_layers import count_memory, seam_of
 from practicum.recipe.schema.engine_sections import EngineChoice
+from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.recipe.schema.teacher_sections import Own
 
@@ -36,8 +38,22 @@ _UNDECLARED = 8192
 class VllmKind:
     """See `engines.kind.EngineKind`."""
 
-    shares_model = hosts_lag = runs_states = False
+    shares_model = hosts_lag = False
     module, install = "vllm", INSTALL
+    recurrent = "falcon_h1, nemotron_h without experts, and granitemoehybrid and mamba2 with one group"
+
+    def runs_recurrent(self, config: PreTrainedConfig) -> bool:
+        """Return True for models whose logprobs were compared with those of transformers."""
+        match config.model_type:
+            case "falcon_h1":
+                return True
+            case "nemotron_h":
+                return "moe" not in config.layers_block_type
+            case "granitemoehybrid":  # vLLM normalizes each group by itself, transformers all together
+                return config.mamba_n_groups == 1
+            case "mamba2":
+                return config.n_groups == 1
+        return False
 
     def for_rollout(
         self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
@@ -179,11 +195,35 @@ def _setup(
 ) -> VllmSetup:
     """Return settings with room for this many tokens, unless the recipe's section says otherwise."""
     parallel, text = choice.engine_devices, config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token_bytes = 2 * text.num_hidden_layers * max(1, heads // parallel) * width * dtype.itemsize
+    block_bytes = 0
+    if heads := getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0):
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        block_bytes = 2 * _BLOCK * max(1, heads // parallel) * width * dtype.itemsize
     # The last block of each sequence is not full.
     blocks = -(-kv_tokens // _BLOCK) + more["slots"] + 1
-    settings = {"kv_bytes": token_bytes * _BLOCK * blocks, "tensor_parallel": parallel, "where": key}
+    has_states = VllmKind().runs_recurrent(config)
+    kv_bytes = text.num_hidden_layers * block_bytes * blocks
+    if has_states:
+        kv_bytes = _state_bytes(model, text.hidden_size, block_bytes, kv_tokens, more["slots"])
+    settings = {"kv_bytes": kv_bytes, "tensor_parallel": parallel, "where": key, "has_states": has_states}
     dtype_name = str(dtype).removeprefix("torch.")
     return VllmSetup(model, dtype_name, options=choice.vllm, **settings, **more)
+
+
+def _state_bytes(model: str, hidden: int, block_bytes: int, kv_tokens: int, slots: int) -> int:
+    """Return the memory of keys, values and states that this many sequences need together.
+
+    vLLM has one size of block for both: a layer's state fits into one, and tokens fill it. Layers are in
+    groups of one size, and each sequence has own blocks in each group.
+    """
+    shell = skeleton(Model(path=model), torch.float32)
+    attending, states = count_memory(shell, hidden)
+    recurrent = seam_of(shell).states
+    needed = -(-states // recurrent)
+    group = min(attending, recurrent) or recurrent
+    page = -(-needed // block_bytes) * block_bytes if block_bytes else needed
+    blocks = (slots + 1) * -(-recurrent // group)
+    if attending:
+        tokens = _BLOCK * page // block_bytes
+        blocks += (-(-kv_tokens // tokens) + slots + 1) * -(-attending // group)
+    return (blocks + 1) * group * page

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from practicum.compat.transformers import stored_weights
 from practicum.engines.protocol import (
     LOGPROBS_ONLY,
     Engine,
@@ -33,6 +34,8 @@ from practicum.engines.vllm.vllm_thread import VllmThread
 from practicum.errors import EngineError
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.fingerprint import LENGTH, fingerprint_ids
+from practicum.models.load_model import skeleton
+from practicum.recipe.schema.recipe import Model
 
 _MEMORY = Path("/dev/shm")
 
@@ -169,6 +172,8 @@ class VllmEngine(Engine):
             return
         self._broken = "its weights were loaded only in part: load all of them"
         assert self._sender is not None
+        if self._setup.has_states:
+            weights = stored_weights(skeleton(Model(path=self._setup.model)), weights)
         self._sender.send(weights)
         self._reset_cache()
         self.version, self._broken = version, None

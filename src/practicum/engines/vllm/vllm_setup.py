@@ -55,6 +55,8 @@ class VllmSetup:
     """Adapters that requests may name."""
     keeps_weights: bool = False
     """True if weights stay in memory while the engine sleeps, and only KV memory is freed."""
+    has_states: bool = False
+    """True for a model with recurrent layers."""
     tensor_parallel: int = 1
     """Devices that each layer is split over."""
 
@@ -75,7 +77,8 @@ class VllmSetup:
             "kv_cache_memory_bytes": self.kv_bytes,
             "max_logprobs": self.max_logprobs,
             "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
+            # Of states, vLLM caches only those at the end of a pass, and needs chunks of prompts for it.
+            "enable_prefix_caching": not self.has_states,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "load_format": "auto" if self.loads else "dummy",

@@ -48,8 +48,7 @@ class Cluster:
             nodes = _nodes()
             wanted = needs(recipe, plan, gpus=any(node.gpus for node in nodes))
             require_room(wanted, nodes, started_here=starts)
-            groups = _reserve(wanted, starts, undo)
-            return cls(wanted, groups, env if starts else {}, undo.pop_all())
+            return cls(wanted, _reserve(wanted, starts, undo), env if starts else {}, undo.pop_all())
 
     def options(self, role: str, index: int = 0) -> dict[str, Any]:
         """Return what `Actor.options(**…)` takes for this actor of the recipe."""
@@ -89,10 +88,7 @@ def _nodes() -> list[Node]:
 
 
 def _require_room_here(recipe: Recipe, plan: Plan | None = None) -> bool:
-    """Return True if a run would start a cluster on this machine.
-
-    Raise a ClusterError if that is too small.
-    """
+    """Return True if a run would start a cluster here. Raise ClusterError if it is too small."""
     runtime = recipe.runtime
     if import_ray().is_initialized() or runtime.address is not None:
         return False

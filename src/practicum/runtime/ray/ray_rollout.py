@@ -121,8 +121,7 @@ class RayWorkers:
         )
         requests = [request(group, eager=True) for group in groups.values() if at_once(group[0].prompt)]
         patient = [group for group in groups.values() if not at_once(group[0].prompt)]
-        fair = ceil(sum(map(len, patient)) / self.pools.rollout.count)
-        most = min(self._slots, fair)
+        most = min(self._slots, ceil(sum(map(len, patient)) / self.pools.rollout.count))
         together: list[Attempt] = []
         for group in patient:
             if together and len(together) + len(group) > most:

@@ -191,8 +191,7 @@ class TrainWorker(Worker):
         teachers = None
         if "teachers" in plan:
             how = recipe.distill, recipe.runtime, recipe.model, recipe.seed
-            elsewhere = dict(zip(names, heads, strict=True))
-            teachers = load_teachers(colocated, *how, model, heads=elsewhere)
+            teachers = load_teachers(colocated, *how, model, heads=dict(zip(names, heads, strict=True)))
         self.roles = RayLearnerRank(
             recipe, plan, self.store, self.watch, model, teachers, self.parallel, self.recorder
         )
@@ -224,12 +223,11 @@ class TeacherWorker(Worker):
         # A replica has its own resources: what is `own` elsewhere is in this process here, always awake.
         load = load_colocated if spec.url is None else connect
         self.scorer = load(make_group({self.name: spec}, distill, source, recipe.seed))[self.name]
-        width = signal_width(recipe.teachers, distill, source)
         self.role = TeacherRole(
             distill,
             self.plan,
             self.store,
-            Teachers({self.name: self.scorer}, least_width=width),
+            Teachers({self.name: self.scorer}, least_width=signal_width(recipe.teachers, distill, source)),
             tokenizer,
             temperature=recipe.compare_temperature,
             vocab=vocab,
@@ -257,8 +255,7 @@ class TeacherWorker(Worker):
         """Become a copy of the student as these weights are."""
         received = receive(manifest, timeout=self.recipe.runtime.store_s)
         # Copied: what was received is a view of memory that others let go of.
-        weights = {key: x.clone() for key, x in received}
-        self.role.take(self.name, weights, manifest.version)
+        self.role.take(self.name, {key: x.clone() for key, x in received}, manifest.version)
 
     def save(self, folder: Path) -> None:
         """Write what it took of the student, for `RayLearnerRank.publish_copy`."""
@@ -272,10 +269,7 @@ class RewardWorker(Worker):
     """
 
     def begin(self, replicas: Mapping[str, Sequence[Any]]) -> None:
-        """Load reward functions and models.
-
-        `replicas` are those of reward models with their own resources.
-        """
+        """Load reward functions and models. `replicas` are of models with their own resources."""
         recipe, specs = self.recipe, self.recipe.reward.models
         encoder = make_encoder(recipe, load_tokenizer(recipe.model))
         models: dict[str, RewardScorer] = {}
