@@ -19,10 +19,8 @@ ENV = {
 
 @contextmanager
 def local_ray(cpus: int = 8, object_store_mb: int = 300) -> Iterator[None]:
-    """A cluster with this many logical CPUs, more than the machine's if need be; gone at the end.
-
-    For fixtures of modules: a start takes seconds, and the tests of a file run in one process.
-    """
+    """A cluster with this many logical CPUs, more than the machine's if need be; gone at the end. For
+    fixtures of modules: a start takes seconds, and the tests of a file run in one process."""
     import ray
 
     ray.init(

@@ -25,10 +25,8 @@ def lines(paths: list[Path]) -> int:
 
 
 def naming(trees: dict[Path, ast.Module], name: str, own: str = "-") -> list[str]:
-    """Return the files that name something: a text that is this name, or a function of it.
-
-    Whoever adds another of its kind may have to edit them. Files below its `own` folder are left out.
-    """
+    """Return the files that name something: a text that is this name, or a function of it. Whoever adds
+    another of its kind may have to edit them. Files below its `own` folder are left out."""
     found = []
     for path, tree in trees.items():
         nodes = list(ast.walk(tree))

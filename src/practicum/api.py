@@ -18,8 +18,7 @@ from practicum.errors import PracticumError, RecipeError
 from practicum.recipe.load_recipe import LoadedRecipe, problems_of
 from practicum.recipe.load_recipe import load_recipe as load
 from practicum.recipe.text import yamlfile
-from practicum.recipe.text.check_screen import screen
-from practicum.recipe.text.show_recipe import show_recipe
+from practicum.recipe.text.show_recipe import screen, show_recipe
 from practicum.recipe.user_functions import name_function
 from practicum.roles.stage_table import make_plan
 from practicum.trainer.run_models import Run, open_run, resolve_models

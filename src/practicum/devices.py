@@ -115,8 +115,7 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def _module(device: torch.device, name: str, *args: Any) -> Any:
-    """Call a function of torch's module for this kind of device, or return None if it has no such
-    function."""
+    """Call a function of torch's module for this kind of device. Return None if it has no such function."""
     import torch
 
     function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
@@ -148,18 +147,3 @@ def collective_backends(device: str) -> str:
             f"data-parallel ranks on {device} are not supported: use {' or '.join(_COLLECTIVES)}"
         )
     return _COLLECTIVES[device]
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of the accelerators' global generators by device type."""
-    import torch
-
-    return {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the generators of this machine's devices to the states of `random_states`."""
-    import torch
-
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])

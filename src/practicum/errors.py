@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import os
 from typing import Any
@@ -19,11 +20,7 @@ class PracticumError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are pickled between processes, and restored without __init__, whose arguments may differ.
-        return _again, (type(self), self.args), self.__dict__
-
-
-def _again(kind: type[PracticumError], args: tuple[Any, ...]) -> PracticumError:
-    return kind.__new__(kind, *args)
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore
 
 
 class RecipeError(PracticumError):
@@ -106,10 +103,7 @@ _OF_THE_MACHINE = {
 
 
 def machine_trouble(error: BaseException) -> str | None:
-    """Return a message if an error was caused by a full or read-only disk or too many open files, else None.
-
-    Libraries wrap such errors, or only quote the system's message.
-    """
+    """Return a message if a full or read-only disk or too many open files caused an error, else None."""
     waiting: list[BaseException | None] = [error]
     seen = set[int]()
     while waiting:

@@ -27,12 +27,7 @@ from practicum.dataplane.fields import Field
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.dataplane.stages import OwnStage
 from practicum.engines.protocol import Counter, GenerateRequest, Sampling
-from practicum.recipe.algorithm_traits import (
-    ESTIMATOR_OPTIONS,
-    LOSS_OPTIONS,
-    EstimatorTraits,
-    LossTraits,
-)
+from practicum.recipe.algorithm_traits import ESTIMATOR_OPTIONS, LOSS_OPTIONS, EstimatorTraits, LossTraits
 from practicum.recipe.schema.recipe import Recipe, Train
 from practicum.rewards.score_functions import RewardFunctions, RewardSample
 from practicum.roles.run_stage import StepInfo

@@ -39,10 +39,7 @@ def error_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException | None) -> str:
-    """Return where a user's error was raised, as " (rewards.py, line 12)", or "" if unknown.
-
-    For an error inside a library, return the user's line that called the library.
-    """
+    """Return where a user's error was raised, as " (rewards.py, line 12)", or "" if unknown."""
     frames = [] if error is None else _user_frames(traceback.extract_tb(error.__traceback__))
     written = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     for frame in (written or frames)[-1:]:
@@ -51,10 +48,7 @@ def raised_at(error: BaseException | None) -> str:
 
 
 def frames(error: BaseException, indent: str = "  ") -> str:
-    """Return the user's frames for the screen: file, line and source line of each.
-
-    Frames of practicum and the middle of a deep stack are left out. A syntax error shows its line.
-    """
+    """Return the user's frames for the screen, without practicum's and the middle of a deep stack."""
     more = traceback.format_exception_only(error)[:-1] if isinstance(error, SyntaxError) else ()
     return _shown(traceback.extract_tb(error.__traceback__), indent, more)
 

@@ -18,13 +18,9 @@ KINDS = sorted(SAMPLED)
 
 
 def value(kind: str, d: float) -> float:
-    return {
-        "k1": d,
-        "k2": d * d / 2,
-        "k3": math.exp(-d) - 1 + d,
-        "abs": abs(d),
-        "mse": d * d,
-    }[kind.removesuffix("_straight")]
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d), "mse": d * d}[
+        kind.removesuffix("_straight")
+    ]
 
 
 def slope(kind: str, d: float) -> float:

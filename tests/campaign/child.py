@@ -24,10 +24,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run(arguments: Sequence[str], events: int, answers: int) -> NoReturn:
-    """Train with these arguments of `practicum train`; events go to the file handle as JSON lines.
-
-    A byte of `answers`, a file handle if it is not negative, is awaited after each event.
-    """
+    """Train with these arguments of `practicum train`; events go to the file handle as JSON lines. A byte of
+    `answers`, a file handle if it is not negative, is awaited after each event."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the campaign's end is this run's
     _tell(events, answers)
     from practicum.cli import app

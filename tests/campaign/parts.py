@@ -18,10 +18,8 @@ async def agent(session: Session) -> None:
 
 
 async def _ask(session: Session, number: int) -> str:
-    """What the tool prints. A loop that is to survive its tool's death asks again.
-
-    Not by `session.tool`, whose count of errors is part of the metrics.
-    """
+    """What the tool prints. A loop that is to survive its tool's death asks again. Not by `session.tool`,
+    whose count of errors is part of the metrics."""
     assert session.toolbox is not None
     said = ""
     for _ in range(_TRIES):

@@ -52,10 +52,8 @@ class Family:
 
 
 def end_cleanly() -> None:
-    """Have SIGTERM and Ctrl-C end this process by an exception, so that it can end all others.
-
-    What a script starts with & ignores Ctrl-C.
-    """
+    """Have SIGTERM and Ctrl-C end this process by an exception, so that it can end all others. What a script
+    starts with & ignores Ctrl-C."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -17,10 +17,8 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Victim:
-    """A kind of process: how it is found, and which words of a sentence name it.
-
-    `title` is looked for in command lines, `child` in the names of the run's child processes.
-    """
+    """A kind of process: how it is found, and which words of a sentence name it. `title` is looked for in
+    command lines, `child` in the names of the run's child processes."""
 
     kind: str
     names: str

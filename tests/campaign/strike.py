@@ -211,10 +211,8 @@ def disturb(
     stages: Sequence[tuple[str, float]],
     outcomes: list[Outcome],
 ) -> Iterator[Outcome]:
-    """All strikes on one run folder, then its undisturbed end, compared with the reference.
-
-    Yields each strike's outcome; `outcomes` has them too, with what was found later.
-    """
+    """All strikes on one run folder, then its undisturbed end, compared with the reference. Yields each
+    strike's outcome; `outcomes` has them too, with what was found later."""
     run, last = folder.start(), None
 
     def ended_late() -> bool:

@@ -56,10 +56,7 @@ class StoreConformance:
     def test_only_the_fields_asked_for_come_in_the_order_asked(self, store: Store) -> None:
         batch = make_batch(3)
         store.put(batch, make_columns(batch))
-        assert list(store.get(batch, ["response_mask", "prompt_ids"])) == [
-            "response_mask",
-            "prompt_ids",
-        ]
+        assert list(store.get(batch, ["response_mask", "prompt_ids"])) == ["response_mask", "prompt_ids"]
 
     @pytest.mark.parametrize("name", ["response_ids", "reward", "teacher_topk_ids", "multi_modal_inputs"])
     def test_rows_of_several_puts_come_in_the_order_of_the_batch(self, store: Store, name: str) -> None:
@@ -156,16 +153,8 @@ class StoreConformance:
         [
             (["response_ids"], "values", "values of prompt 3.* has 4 .*response_ids.* 3"),
             (["response_mask"], "teacher_topk_ids", "teacher_topk_ids of prompt 3.* has 4 .* 3"),
-            (
-                ["prompt_ids", "response_ids"],
-                "position_ids",
-                "position_ids of prompt 3.* has 8 .* 4.* 3",
-            ),
-            (
-                ["position_ids", "response_ids"],
-                "prompt_ids",
-                "position_ids of prompt 3.* has 7 .* 5.* 3",
-            ),
+            (["prompt_ids", "response_ids"], "position_ids", "position_ids of prompt 3.* has 8 .* 4.* 3"),
+            (["position_ids", "response_ids"], "prompt_ids", "position_ids of prompt 3.* has 7 .* 5.* 3"),
         ],
     )
     @pytest.mark.parametrize("together", [True, False])

@@ -33,11 +33,7 @@ def reason(plan: Plan, name: str) -> str:
 
 def test_ppo_with_kl_in_the_reward_runs_everything_but_demonstrations() -> None:
     plan = make_plan(
-        recipe(
-            algorithm={"advantage": "gae", "kl": {"place": "reward"}},
-            critic={},
-            train={"epochs": 2},
-        )
+        recipe(algorithm={"advantage": "gae", "kl": {"place": "reward"}}, critic={}, train={"epochs": 2})
     )
     assert names(plan) == [
         *("rollout", "reward", "old_logprobs", "ref_logprobs", "values", "advantages"),
@@ -69,16 +65,10 @@ def test_ppo_with_kl_in_the_reward_runs_everything_but_demonstrations() -> None:
         ),
         ({"loss": "reinforce"}, {"epochs": 2}, "own", False, False, False),
         ({"loss": "reinforce", "old_logprobs": "recompute"}, {}, "own", False, False, False),
-        (
-            {"loss": "reinforce", "kl": {"place": "reward"}},
-            *({}, "own", True, False, True),
-        ),
+        ({"loss": "reinforce", "kl": {"place": "reward"}}, *({}, "own", True, False, True)),
         ({"loss": "gspo"}, {"epochs": 2}, "old_logprobs", True, True, False),
         ({"mismatch": "token"}, {}, "old_logprobs", True, True, True),
-        (
-            {"loss": "reinforce", "mismatch": "sequence"},
-            *({"epochs": 2}, "own", True, False, True),
-        ),
+        ({"loss": "reinforce", "mismatch": "sequence"}, *({"epochs": 2}, "own", True, False, True)),
     ],
 )
 def test_old_logprobs_are_computed_just_when_they_are_read(

@@ -34,10 +34,8 @@ EXAMPLE = ROOT / "examples/one_file.py"
 
 
 def missing(text: str, folder: Path = ROOT) -> list[str]:
-    """The paths below the repository's folders that a text names and that do not exist.
-
-    In the README of a folder of recipes (`folder`), `name.yaml` in backticks is a file beside it.
-    """
+    """The paths below the repository's folders that a text names and that do not exist. In the README of a
+    folder of recipes (`folder`), `name.yaml` in backticks is a file beside it."""
     named = {path.rstrip("./") for path in _NAMED.findall(text)}
     absent = [path for path in named if not any(ROOT.glob(path))]
     if folder.parent == ROOT / "recipes":

@@ -353,10 +353,7 @@ def test_a_policy_says_whether_turns_are_kept(keep: bool):
         assert (engine.stats.reused_tokens > 0) == keep
 
 
-@pytest.mark.parametrize(
-    ("loop", "kept"),
-    [("single_turn", False), ("retry", True)],
-)
+@pytest.mark.parametrize(("loop", "kept"), [("single_turn", False), ("retry", True)])
 def test_a_recipes_agents_keep_their_turns_unless_they_take_just_one(loop: str, kept: bool):
     sections = {
         "name": "t",

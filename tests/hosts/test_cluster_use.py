@@ -81,6 +81,31 @@ def test_a_job_from_outside_brings_its_modules(hosts: RayHosts, tmp_path: Path):
     assert len(metrics_of(tmp_path / "run")) == 1 + STEPS["steps"]
 
 
+def test_a_host_with_another_package_version_is_named(hosts: RayHosts, tmp_path: Path):
+    """A host on which another version of transformers is found first."""
+    found = tmp_path / "packages" / "transformers-0.0.1.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
+    host = hosts["worker1"]
+    host.kill()
+    host.boot()
+    hosts.start_ray(host, PYTHONPATH=f"{found.parent}:{HOST_ENV['PYTHONPATH']}")
+    recipe, text = recipe_file(hosts, tmp_path, 1), "left the cluster"
+    deadline = time.monotonic() + RUN_S
+    try:
+        while "left the cluster" in text and time.monotonic() < deadline:  # the host before its restart
+            with pytest.raises(OSError, match="failed") as failed:
+                hosts.practicum("train", str(recipe), "--out", "run", timeout=RUN_S, cwd=tmp_path)
+            text = str(failed.value)
+    finally:
+        host.kill()
+        host.boot()
+        hosts.start_ray(host)
+    assert f"{host.address} has transformers 0.0.1" in text
+    assert hosts["worker0"].address not in text
+    assert "Traceback" not in text
+
+
 def test_ray_refuses_a_host_with_another_version_of_python(hosts: RayHosts, tmp_path: Path):
     """A host whose Python says that it is another one."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -31,7 +31,7 @@ from .distilled import take_taught, taught, teaching
 from .reference import VOCAB, adapted, random_batch, take, tiny, with_shared_beginnings
 
 WORLD = 2
-UPDATES = 3
+UPDATES = 2
 TRAIN = Train(
     lr=0.01,
     optimizer="tests.learning.optimizers:steady",

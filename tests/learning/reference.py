@@ -90,10 +90,8 @@ def with_adapter(model: PreTrainedModel, *, fresh: bool = False, **lora: Any) ->
 def random_batch(
     seed: int, *, groups: int = 3, samples: int = 3, flat_groups: int = 0, all_columns: bool = True
 ) -> UpdateBatch:
-    """Groups of sessions with shared prompts, of one to two rows each; some rows without tokens.
-
-    Tokens of tools are masked; the first `flat_groups` groups have no advantage.
-    """
+    """Groups of sessions with shared prompts, of one to two rows each; some rows without tokens. Tokens of
+    tools are masked; the first `flat_groups` groups have no advantage."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:

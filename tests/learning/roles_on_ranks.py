@@ -123,10 +123,8 @@ def run_roles(
     steps: int = 1,
     **algorithm: Any,
 ) -> Found:
-    """All learner stages of some steps, on a batch that is padded if there are ranks to share it.
-
-    Advantages are made up, except where they are weighed.
-    """
+    """All learner stages of some steps, on a batch that is padded if there are ranks to share it. Advantages
+    are made up, except where they are weighed."""
     recipe, found = make_recipe(train, loss, algorithm), Found()
     watch = Watch(recipe.checks, print)
     model = tiny()

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.learning.minibatches import (
-    Cut,
-    Minibatch,
-    assign_ranks,
-    partition,
-    spread,
-)
+from practicum.learning.minibatches import Cut, Minibatch, assign_ranks, partition, spread
 
 token_lists = st.integers(1, 6).flatmap(
     lambda ranks: st.tuples(

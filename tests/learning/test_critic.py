@@ -74,10 +74,7 @@ def test_values_are_of_the_state_before_each_token(family):
 
 
 @settings(max_examples=8)
-@given(
-    seed=st.integers(0, 1000),
-    budget=st.sampled_from([1, 20, 10**6]),
-)
+@given(seed=st.integers(0, 1000), budget=st.sampled_from([1, 20, 10**6]))
 def test_update_equals_a_slow_one_under_any_cut(seed, budget):
     critic, batch = critic_with_a_head(), made_up(seed)
     critic.trunk.token_budget = budget

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from practicum.errors import RecipeError
-from practicum.learning.minibatches import (
-    Cut,
-    assign_ranks,
-    spare_padding,
-    spread,
-)
+from practicum.learning.minibatches import Cut, assign_ranks, spare_padding, spread
 
 Row = tuple[int, int]
 """Prompt and session of a real row."""

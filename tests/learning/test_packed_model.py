@@ -30,11 +30,7 @@ def test_gradient_checkpointing_gives_the_same_update_and_recomputes_layers(fami
     model, batch = tiny(family), random_batch(3)
     plain, _ = learn(model, batch, STEADY, ALGORITHM, budget=40)
     again, _ = learn(
-        model,
-        batch,
-        STEADY.model_copy(update={"gradient_checkpointing": True}),
-        ALGORITHM,
-        budget=40,
+        model, batch, STEADY.model_copy(update={"gradient_checkpointing": True}), ALGORITHM, budget=40
     )
     assert_same(again, plain, 1e-12)
 

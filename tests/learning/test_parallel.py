@@ -17,7 +17,7 @@ from practicum.recipe.schema.algorithm_sections import Algorithm
 from practicum.recipe.schema.algorithm_sections import CriticSection as CriticRecipe
 
 from . import roles_on_ranks
-from .ranks import CASES, SINGLE, TRAIN, WORLD, Found, on_ranks
+from .ranks import CASES, SINGLE, TRAIN, UPDATES, WORLD, Found, on_ranks
 from .reference import random_batch, tiny
 
 assert roles_on_ranks, "its cases are among CASES"
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_the_other_way(folder, alon
     of_one = alone["ragged_rows"].tensors
     for found in together:
         (counters,) = found["resumed"].metrics
-        assert counters == {"version": 3}
+        assert counters == {"version": UPDATES}
         assert all(torch.equal(x, of_one[name]) for name, x in found["resumed"].tensors.items())
     back = resumed(None, folder / "two" / "ragged_rows" / "student")
     of_two = together[0]["ragged_rows"].tensors
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one_and_the_other_way(folder, alon
     critic.load(folder / "two" / "critic" / "critic")
     weights = together[0]["critic"].tensors
     assert all(torch.equal(p, weights[name]) for name, p in critic.model.named_parameters())
-    assert critic.version == 3
+    assert critic.version == UPDATES
 
 
 def test_an_export_of_two_ranks_is_that_of_one(folder, together):

@@ -105,10 +105,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
             {"train": {"optimizer": "adamw_8bit"}, "model": {"random_init": {}, "dtype": "float64"}},
             r"train\.optimizer",
         ),
-        (
-            {"train": {"offload": "host"}, "model": {"random_init": {}, "device": "cpu"}},
-            r"train\.offload",
-        ),
+        ({"train": {"offload": "host"}, "model": {"random_init": {}, "device": "cpu"}}, r"train\.offload"),
     ],
 )
 def test_recipes_that_can_t_be_are_refused(sections, key):

@@ -29,7 +29,7 @@ from practicum.models.load_model import load_model
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Model
 from tests.engines.engines import plain_logprobs, sampling
-from tests.models.families import ATTENTION, FAMILIES, MOE, REFUSED, STATE, tiny_family
+from tests.models.families import ATTENTION, FAMILIES, MOE, NEWER, REFUSED, STATE, tiny_family
 
 PAGE, README = (Path(__file__).parents[2] / name for name in ("docs/models.md", "README.md"))
 VISION = "qwen2_5_vl"
@@ -42,7 +42,7 @@ RECIPE: dict[str, Any] = {
     "runtime": {"threads": 1},
 }
 FULL: dict[str, Any] = {"distill": {"signal": "full"}}
-EVERY = [*ATTENTION, VISION, *MOE, *STATE, *REFUSED]
+EVERY = [*ATTENTION, VISION, *MOE, *STATE, *NEWER, *REFUSED]
 COLUMNS = ("GRPO", "distilled into", "teacher", "LoRA", "scores", "cached turns", "export")
 
 
@@ -171,7 +171,10 @@ def layers_of(name: str) -> str:
         why = {"llama4_text": "that counts positions by itself", "gemma4_text": "of different shapes"}
         return "attention " + why.get(name, "that can't be replaced")
     experts = "num_experts_per_tok" in FAMILIES.get(name, {})
-    kinds = [("a state", name in STATE), ("experts", experts), ("images", name == VISION)]
+    carries = name in STATE or not {"conv", "linear_attention"}.isdisjoint(
+        FAMILIES.get(name, {}).get("layer_types", ())
+    )
+    kinds = [("a state", carries), ("experts", experts), ("images", name == VISION)]
     return ", ".join(kind for kind, has in kinds if has) or "attention"
 
 

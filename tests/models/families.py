@@ -119,6 +119,21 @@ STATE: dict[str, dict[str, Any]] = {
     "mamba": MAMBA,
     "falcon_mamba": MAMBA,
 }  # fmt: skip
+NEWER: dict[str, dict[str, Any]] = {
+    "seed_oss": DENSE,
+    "kolibri1": DENSE | SHARED | {
+        "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "lfm3": DENSE | {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 16,
+    },
+    "qwen3_5_moe_text": DENSE | SHARED | DELTA,
+    "bailing_hybrid": DENSE | LATENT | EXPERTS | {
+        "num_local_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "layer_types": DELTA["layer_types"], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "num_mtp_layers": 0,
+    },
+}  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     "bloom": IDS | {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 4},
     "falcon": ALL_HEADS,
@@ -134,7 +149,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }  # fmt: skip
-FAMILIES = ATTENTION | MOE | STATE | REFUSED
+FAMILIES = ATTENTION | MOE | STATE | NEWER | REFUSED
 
 
 def tiny_config(family: str, **more: Any) -> PreTrainedConfig:

@@ -58,11 +58,7 @@ def recipe(student: str, teacher: str | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [
-        ("bloom", "BloomAttention"),
-        ("llama4_text", "Llama4TextAttention"),
-        ("gemma4_text", "2 × 8 and"),
-    ],
+    [("bloom", "BloomAttention"), ("llama4_text", "Llama4TextAttention"), ("gemma4_text", "2 × 8 and")],
 )
 def test_check_and_train_refuse_the_same_students_and_teachers(
     folders: dict[str, str], tmp_path: Path, name: str, layer: str

@@ -42,9 +42,7 @@ def packed_logits(model: PreTrainedModel, rows: list[tuple[list[int], Images | N
     lengths = [len(ids) for ids, _ in rows]
     layout = PackedLayout.of_sequences(lengths).to(model.device)
     images = [images for _, images in rows if images is not None]
-    return [
-        *head_logits(model, packed_forward(model, ids_N, positions_N, layout, images)).split(lengths),
-    ]
+    return [*head_logits(model, packed_forward(model, ids_N, positions_N, layout, images)).split(lengths)]
 
 
 @given(sizes=sizes, response=st.integers(0, 4))

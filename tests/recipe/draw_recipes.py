@@ -70,12 +70,7 @@ def draw_recipe(rng: random.Random) -> dict[str, Any]:
 
 
 def _tiny_model(rng: random.Random) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "hidden": 16,
-        "layers": 1,
-        "heads": 2,
-        "context": 128,
-    }
+    made: dict[str, Any] = {"hidden": 16, "layers": 1, "heads": 2, "context": 128}
     if rng.random() < 0.2:
         made["family"] = rng.choice(["llama", "gpt2", "qwen3_moe"])
     if rng.random() < 0.1:

@@ -34,19 +34,13 @@ def load(folder: Path, text: str) -> None:
         (TEACHER % "" + "distill: {signal: full}", "distill.signal"),
         (TEACHER % ", device: cpu" + DISTILL, "teachers.t.device"),
         (TEACHER % ", dtype: float64" + DISTILL, "teachers.t.dtype"),
-        (
-            "teachers: {t: {model: a, vllm: {tensor_parallel_size: 2}}}\n" + DISTILL,
-            "teachers.t.vllm",
-        ),
+        ("teachers: {t: {model: a, vllm: {tensor_parallel_size: 2}}}\n" + DISTILL, "teachers.t.vllm"),
         (
             "teachers: {t: {model: a, url: 'http://127.0.0.1:8000/v1', engine: vllm}}\n" + DISTILL,
             "teachers.t.engine",
         ),
         ("rollout: {engine: vllm, vllm: {data_parallel_size: 2}}", "rollout.vllm.data_parallel_size"),
-        (
-            VLLM_OVER_4 + "model: {random_init: {heads: 6, hidden: 96}}",
-            "rollout.vllm.tensor_parallel_size",
-        ),
+        (VLLM_OVER_4 + "model: {random_init: {heads: 6, hidden: 96}}", "rollout.vllm.tensor_parallel_size"),
         (
             "teachers: {t: {student: {}, engine: vllm, vllm: {tensor_parallel_size: 2}}}\n"
             + DISTILL

@@ -108,11 +108,7 @@ def test_what_a_cluster_could_not_use_is_refused(write: Write, overrides: str, p
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        "pools.train.devices=4",
-        f"{SPLIT} pools.rollout.nodes=2 pools.rollout.devices=4",
-    ],
+    "overrides", ["pools.train.devices=4", f"{SPLIT} pools.rollout.nodes=2 pools.rollout.devices=4"]
 )
 def test_what_a_cluster_can_use_is_taken(write: Write, overrides: str) -> None:
     assert load_recipe(write(), [*overrides.split(), "runtime=ray"]).recipe.on_ray

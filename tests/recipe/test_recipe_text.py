@@ -89,10 +89,7 @@ def test_the_json_schema_is_json_and_closed() -> None:
     assert schema["additionalProperties"] is False
     assert set(schema["required"]) == {"name", "model", "tasks"}
     placement = schema["$defs"]["Teacher"]["properties"]["placement"]["anyOf"]
-    assert placement == [
-        {"enum": ["colocated", "own"], "type": "string"},
-        {"$ref": "#/$defs/OwnPlacement"},
-    ]
+    assert placement == [{"enum": ["colocated", "own"], "type": "string"}, {"$ref": "#/$defs/OwnPlacement"}]
 
 
 @pytest.mark.parametrize(

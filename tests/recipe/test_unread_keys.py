@@ -35,12 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "supervised": {"algorithm": {"loss": "supervised", "advantage": "none"}},
     "ppo": {"algorithm": {"advantage": "gae", "kl": {"place": "reward", "target": 0.1}}, "critic": {}},
     "corrected": {
-        "algorithm": {
-            "loss": "reinforce",
-            "advantage": "remax",
-            "kl": {"place": "loss"},
-            "mismatch": "token",
-        }
+        "algorithm": {"loss": "reinforce", "advantage": "remax", "kl": {"place": "loss"}, "mismatch": "token"}
     },
     "distilled": {
         "teachers": {"a": {"student": {}}, "b": {"student": {}, "prompt_prefix": "1"}},
@@ -192,13 +187,7 @@ def test_a_key_that_nothing_reads_is_refused(tmp_path: Path, sections: dict[str,
 
 
 def test_keys_for_other_runs_of_a_recipe_are_noted(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        {
-            "algorithm": RUNS["supervised"]["algorithm"],
-            "pools": {"train": {"devices": 2}},
-        },
-    )
+    path = write(tmp_path, {"algorithm": RUNS["supervised"]["algorithm"], "pools": {"train": {"devices": 2}}})
     text = show_recipe(load_recipe(path))
     for line in (
         r"samples: 2 +# file:\d+, not read with algorithm.loss supervised",

@@ -12,29 +12,10 @@ from practicum.recipe.text.yamlfile import dump, parse
 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 looks_like_something = st.sampled_from(
-    [
-        "1e-5",
-        "off",
-        "yes",
-        "null",
-        "~",
-        "1:30",
-        "0x10",
-        "010",
-        "2024-01-01",
-        ".inf",
-        "true",
-        "1_0",
-        "=",
-    ]
+    ["1e-5", "off", "yes", "null", "~", "1:30", "0x10", "010", "2024-01-01", ".inf", "true", "1_0", "="]
 )
 scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False),
-    words,
-    looks_like_something,
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), words, looks_like_something
 )
 keys = st.one_of(words, looks_like_something).filter(lambda key: "." not in key)
 documents = st.recursive(

@@ -26,10 +26,7 @@ def test_old_logprobs_equal_the_engines(family: str, dtype: str, temperature: fl
     recipe = Recipe.model_validate(
         {
             "name": "t",
-            "model": {
-                "random_init": {"family": family, "hidden": 32, "layers": 2},
-                "dtype": dtype,
-            },
+            "model": {"random_init": {"family": family, "hidden": 32, "layers": 2}, "dtype": dtype},
             "tasks": {"sort": {"kind": "sort"}},
             "rollout": {"samples": 4, "max_new_tokens": 12, "temperature": temperature, "max_num_seqs": 8},
             "algorithm": {"old_logprobs": "recompute"},

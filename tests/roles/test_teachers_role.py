@@ -302,9 +302,7 @@ def test_a_teacher_that_hangs_is_named_at_its_deadline_and_nobody_stays_awake(fo
         assert_at_rest(roles, faculty)
 
 
-def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_awake(
-    folders: dict[str, str],
-):
+def test_a_forward_call_that_ends_after_the_deadline_does_not_keep_the_teacher_awake(folders: dict[str, str]):
     release = threading.Event()
     recipe = recipe_of(folders, each={"deadline_s": 0.2})
     with started(recipe) as (roles, faculty):
@@ -377,9 +375,7 @@ def test_every_trajectory_of_a_session_is_scored(folders: dict[str, str], stream
         torch.testing.assert_close(logprobs[i], expected.logprobs, rtol=0, atol=1e-6)
 
 
-def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surfaces(
-    folders: dict[str, str],
-):
+def test_a_streamed_teacher_that_fails_cancels_the_rollout_and_its_error_surfaces(folders: dict[str, str]):
     cancelled: list[int] = []
 
     async def loop(session: Session) -> None:

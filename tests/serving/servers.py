@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.processes.http_server import make_server
-from practicum.serving.app import scoring_app
-from practicum.serving.completions import RequestScorer
+from practicum.serving.completions import RequestScorer, scoring_app
 from practicum.serving.serve import listen
 
 MODEL = "tiny"

@@ -69,10 +69,7 @@ def test_messages_go_through_the_chat_template():
 def test_strings_become_a_user_message_behind_the_system_message():
     tokenizer = make_tokenizer()
     encoded = encode_prompt(prompt("ab"), tokenizer, chat=True, system="be kind")
-    assert encoded.messages == [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "ab"},
-    ]
+    assert encoded.messages == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "ab"}]
     assert tokenizer.decode(encoded.ids) == "<system>be kind<user>ab<assistant>"
 
 

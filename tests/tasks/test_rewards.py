@@ -165,11 +165,7 @@ def test_tasks_have_rewards_of_their_own(calls):
         {"a": Task(kind="sort"), "b": own, "c": Task(kind="add")}, Reward(functions=[shared])
     )
     judged = score(judge, sample("aa", task="a"), sample("has 1249", task="b"), sample("ccc", task="c"))
-    assert [j.parts for j in judged] == [
-        {"batch_length": 2.0},
-        {"contains": 1.0},
-        {"batch_length": 3.0},
-    ]
+    assert [j.parts for j in judged] == [{"batch_length": 2.0}, {"contains": 1.0}, {"batch_length": 3.0}]
     assert calls == ["batch of 2"]
 
 
@@ -259,8 +255,7 @@ def test_numbers_of_all_kinds_are_rewards(response, reward):
 
 
 @pytest.mark.parametrize(
-    "response",
-    ["nan", "inf", "huge", "huge int", "none", "text", "list", "complex", "vector"],
+    "response", ["nan", "inf", "huge", "huge int", "none", "text", "list", "complex", "vector"]
 )
 def test_what_is_no_finite_number_is_a_failure(response):
     with pytest.raises(RewardError, match=r"value returned .*, expected a finite number"):
@@ -320,10 +315,7 @@ def test_all_bad_names_are_shown_together():
     own = Task(kind="sort", rewards=[RewardFunction(use="contain")])
     with pytest.raises(RecipeErrors) as caught:
         RewardFunctions({"t": own}, Reward(functions=[RewardFunction(use="exakt")]))
-    assert [e.path for e in caught.value.errors] == [
-        "reward.functions[0].use",
-        "tasks.t.rewards[0].use",
-    ]
+    assert [e.path for e in caught.value.errors] == ["reward.functions[0].use", "tasks.t.rewards[0].use"]
 
 
 def test_trls_signature_is_refused_with_the_lines_that_adapt_it():
@@ -335,8 +327,8 @@ def test_trls_signature_is_refused_with_the_lines_that_adapt_it():
 
     names: dict[str, Any] = {"trl_reward": trl_reward}
     exec(textwrap.dedent("\n".join(wrapper)), names)
-    assert names["score"](sample("7", row={"solution": "7"})) == 1.0
-    assert names["score"](sample("8", row={"solution": "7"})) == 0.0
+    assert names["trl_reward_reward"](sample("7", row={"solution": "7"})) == 1.0
+    assert names["trl_reward_reward"](sample("8", row={"solution": "7"})) == 0.0
 
 
 def test_a_function_of_two_arguments_is_refused_before_it_is_called():

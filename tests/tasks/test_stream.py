@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Task
 from practicum.tasks.procedural import split_of
-from practicum.tasks.prompt_order import Mixture, share_places, shuffled
-from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.tasks.stream import Mixture, eval_prompts, make_stream, share_places, shuffled
 
 
 def rows_file(folder: Path, rows: int, name: str = "rows.jsonl", **columns: object) -> str:

@@ -174,13 +174,7 @@ def test_a_run_adds_counts_and_takes_means_of_the_rest():
         },
     ]
     assert totals(steps) == {
-        "teacher code": {
-            "prompts": 4,
-            "tokens": 30,
-            "loss": 7.0,
-            "prompts_share": 0.5,
-            "tokens_share": 0.5,
-        },
+        "teacher code": {"prompts": 4, "tokens": 30, "loss": 7.0, "prompts_share": 0.5, "tokens_share": 0.5},
         "teacher math": {
             "prompts": 4,
             "tokens": 30,

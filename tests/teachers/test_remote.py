@@ -104,11 +104,7 @@ def test_busy_time_counts_open_requests_once(model: PreTrainedModel):
 
 @pytest.mark.parametrize(
     "trouble",
-    [
-        {"fails_first": 2},
-        {"fails_first": 2, "fail_status": 429, "retry_after": "0.01"},
-        {"drops_first": 2},
-    ],
+    [{"fails_first": 2}, {"fails_first": 2, "fail_status": 429, "retry_after": "0.01"}, {"drops_first": 2}],
     ids=["503", "429", "dropped connection"],
 )
 def test_passing_trouble_is_tried_again(model: PreTrainedModel, trouble: dict[str, Any]):

@@ -15,12 +15,7 @@ from practicum.models.offloaded_weights import named_tensors
 from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.schema.recipe import Lora, MakeModel, Model
 
-MAKE: dict[str, Any] = {
-    "hidden": 32,
-    "layers": 2,
-    "heads": 2,
-    "context": 128,
-}
+MAKE: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "context": 128}
 TASKS: dict[str, Any] = {
     "copy": {"kind": "copy", "options": {"length": [1, 2]}},
     "compare": {"kind": "compare"},

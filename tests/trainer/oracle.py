@@ -40,9 +40,7 @@ def weights_of(roles: LocalRoles) -> tuple[Any, int]:
 
 def train_late(recipe: Recipe, lag: int) -> tuple[list[dict[str, float]], Weights]:
     """The update's metrics of each step, and the last weights: step t is sampled by weights t - lag.
-
-    Everything is in this process, one after the other.
-    """
+    Everything is in this process, one after the other."""
     plan, watch, reports = make_plan(recipe), Watch(recipe.checks, print), []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         engines_in_threads(patch)

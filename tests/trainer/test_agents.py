@@ -68,7 +68,9 @@ def asks(task):
 """
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind != "lag" else pytest.param(kind, marks=pytest.mark.long) for kind in RUNS]
+)
 def test_an_agent_of_one_turn_trains_as_the_built_in_loop(kind: str, tmp_path: Path):
     function = {"function": f"{HERE}:asks"}
     if kind == "lora and a teacher":

@@ -253,7 +253,7 @@ def test_a_group_that_holds_the_learner_up_is_named_and_its_deadline_counts(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", hangs)
-    options = ("rollout.lag=1", "eval.rows=2", "agent.deadline_s=5", "train.steps=2")
+    options = ("rollout.lag=1", "eval.rows=2", "agent.deadline_s=2", "train.steps=2")
     train_loaded(tiny(tmp_path, *options, **REWARD), tmp_path / "run")
     assert metrics_of(tmp_path / "run")[2]["rollout/failed"] == 1
     late = re.compile(r"rollout of step 2 \(1 not done, the first of prompt 5 \(.*?\)\), \d+ s after it")

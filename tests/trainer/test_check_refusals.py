@@ -73,10 +73,7 @@ def remove_the_tokenizer(folder: Path) -> dict[str, Any]:
 REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "algorithm.clip_low": lambda folder: {"algorithm": {"clip_low": 1.0}},
     "train.minibatch_size": lambda folder: {"train": {"steps": 4, "prompts": 4, "minibatch_size": 17}},
-    "eval.every": lambda folder: {
-        "tasks": {"t": {"file": rows(folder, 4)}},
-        "eval": {"rows": 4, "every": 1},
-    },
+    "eval.every": lambda folder: {"tasks": {"t": {"file": rows(folder, 4)}}, "eval": {"rows": 4, "every": 1}},
     "tasks.few": lambda folder: {"tasks": {"few": {"file": rows(folder, 3)}}},
     "tasks.t.file": lambda folder: {"tasks": {"t": {"file": str(folder)}}},
     "tasks.long.file": lambda folder: {"tasks": {"long": {"file": "x" * 300 + ".jsonl"}}},

@@ -249,12 +249,7 @@ SHARED = TWO | {"measure_every": 1, "shares": {"small": 0.9, "wide": 0.1}}
         {"distill": {"divergence": "k1", "signal": "sampled", "apply_as": "reward"}, **GAE},
         {"distill": {}, "reward": JUDGED["reward"] | {"weight": 0.0, "log_only": True}},
         {"distill": {"temperature": 2.0}, **JUDGED, "algorithm": {"advantage": "remax", "loss": "gspo"}},
-        {
-            "distill": {},
-            **JUDGED,
-            "refills": 20,
-            "algorithm": {"kl": {"place": "loss"}},
-        },
+        {"distill": {}, **JUDGED, "refills": 20, "algorithm": {"kl": {"place": "loss"}}},
     ],
     ids=["full", "minibatches", "unbiased", "advantage", "reward", "watch", "remax", "filter"],
 )
@@ -326,10 +321,7 @@ def test_every_trajectory_is_learnt_from(tmp_path: Path, folders: dict[str, str]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no teacher for a task": (
-        {"route": {"by": "task", "map": {"copy": "small"}}},
-        r"compare",
-    ),
+    "no teacher for a task": ({"route": {"by": "task", "map": {"copy": "small"}}}, r"compare"),
     "a teacher without prompts": (
         {"route": {"by": "task", "map": dict.fromkeys(TWO["map"], "small")}},
         "wide",

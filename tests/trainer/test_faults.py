@@ -126,7 +126,8 @@ def test_a_disk_that_takes_no_checkpoint_is_named_and_the_run_resumes(
         same_run(whole, run)
 
 
-def test_two_runs_never_share_a_folder(tmp_path: Path, whole: Path):
+def test_two_runs_never_share_a_folder(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("practicum.trainer.run_folder._LOCK_S", 0.01)
     recipe, refused = tiny(tmp_path, **RECIPE), []
 
     def start_another(row: dict[str, Any]) -> None:

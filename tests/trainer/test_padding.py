@@ -36,12 +36,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rows": {"train": steps(minibatch_size=5)},
     "ppo": {
         "train": steps(minibatch_size=4),
-        "algorithm": {
-            "advantage": "gae",
-            "lam": 0.95,
-            "kl": {"place": "loss"},
-            "mismatch": "sequence",
-        },
+        "algorithm": {"advantage": "gae", "lam": 0.95, "kl": {"place": "loss"}, "mismatch": "sequence"},
         "critic": {"warmup_steps": 1},
     },
     "gspo": {

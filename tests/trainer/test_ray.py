@@ -65,10 +65,8 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path, tolerance: float) -> None:
-    """Weights agree within the tolerance, metrics within 1e-6: an engine rounds by what shares its batch.
-
-    The comparison says something: the weights moved in every step.
-    """
+    """Weights agree within the tolerance, metrics within 1e-6: an engine rounds by what shares its batch. The
+    comparison says something: the weights moved in every step."""
     for a, b in zip(timeless(one), timeless(other), strict=True):
         assert a == pytest.approx(b, abs=1e-6, rel=1e-6)
         assert a["step"] == 0 or a["train/grad_norm"] > 0
@@ -257,11 +255,7 @@ def test_what_lies_in_the_folder_of_a_run_is_found_by_workers(
         "tasks": {"file": {"file": "rows.jsonl"}, "compare": {"kind": "compare"}},
         "reward": {"functions": [function], "models": {"judge": judge}},
         "algorithm": {"advantage": "remax", "kl": {"place": "reward", "target": 0.1}},
-        "agent": {
-            "loop": "of_the_user:loop",
-            "tools": [{"use": "of_the_user:twice"}],
-            "on_failure": "retry",
-        },
+        "agent": {"loop": "of_the_user:loop", "tools": [{"use": "of_the_user:twice"}], "on_failure": "retry"},
         "train": STEPS | {"steps": 2},
     }
     train_loaded(tiny(tmp_path, **sections), tmp_path / "local")

@@ -148,10 +148,7 @@ def test_interrupted_and_resumed_equals_never_stopped(
 
 
 def test_filtered_groups_are_refilled_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    sections = {
-        "refills": 50,
-        "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
-    }
+    sections = {"refills": 50, "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]}}
     train_loaded(tiny(tmp_path, **sections), tmp_path / "whole")
     with monkeypatch.context() as patch:
         stop_after(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))

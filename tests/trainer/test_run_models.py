@@ -41,11 +41,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.exit_code == 130, result.output
     assert f"{folder / 'run'} (use the run folder" in result.output
     begin = result.output.splitlines()[:3]
-    assert begin == [
-        "loading torch …",
-        "tiny · starting · step 0/3",
-        "making a model with random weights …",
-    ]
+    assert begin == ["loading torch …", "tiny · starting · step 0/3", "making a model with random weights …"]
     return folder
 
 

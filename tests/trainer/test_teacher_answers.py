@@ -46,7 +46,7 @@ def folder(tmp_path: Path, own_parts: None) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("placement", ["colocated", pytest.param("own", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("placement", ["colocated", pytest.param("own", marks=pytest.mark.long)])
 def test_right_answers_of_each_prompts_teacher_are_learnt(
     folder: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ):

@@ -21,10 +21,7 @@ from .test_run import metrics_of, same_run, stop_after
 
 TOKEN = {"algorithm": {"mismatch": "token"}}
 ROLLOUT = {"algorithm": {"old_logprobs": "rollout"}, "train": TINY["train"] | {"minibatches": 2}}
-REFILLS = {
-    "refills": 50,
-    "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]},
-}
+REFILLS = {"refills": 50, "reward": {"functions": [{"use": "tests.trainer.rewards:even_length"}]}}
 FEW_SLOTS = {"rollout": TINY["rollout"] | {"max_num_seqs": 5}}
 
 

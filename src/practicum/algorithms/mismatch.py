@@ -56,8 +56,5 @@ def mismatch_weights(
     weight_M = log_ratio_M.clamp(max=math.log(cap)).exp()  # capped before exp, which can't overflow then
     capped_M = log_ratio_M > math.log(cap)
     weights_N[mask_N], capped_N[mask_N] = weight_M.to(weights_N.dtype), capped_M
-    stats = {
-        "mismatch_truncated": float(capped_M.double().mean()),
-        "mismatch_weight": float(weight_M.mean()),
-    }
+    stats = {"mismatch_truncated": float(capped_M.double().mean()), "mismatch_weight": float(weight_M.mean())}
     return MismatchWeights(weights_N, capped_N, stats)

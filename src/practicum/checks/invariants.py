@@ -198,10 +198,7 @@ def groups(batch: BatchRef, samples: int) -> str | None:
 def drawn(
     prompts: Sequence[int], rolled: Sequence[BatchRef], batch: BatchRef, *, filters: bool
 ) -> str | None:
-    """Check that each prompt of a step was rolled out and, unless a session failed, trained on.
-
-    With `filters`, groups may be excluded by their rewards.
-    """
+    """Check that each prompt was rolled out and, unless a session failed or it is filtered, trained on."""
     rows = [row for one in rolled for row in one]
     sampled, learnt = {key.prompt for key, _ in rows}, {key.prompt for key in batch.keys}
     excused = {key.prompt for key, tags in rows if filters or tags.status == "failed"}

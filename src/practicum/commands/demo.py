@@ -38,10 +38,7 @@ GOOD = 0.9
 
 
 def run_demo(out: Path = Path("runs/mopd"), seed: int | None = None) -> dict[str, dict[str, float]]:
-    """Run the recipes of recipes/mopd into `out`, replacing an earlier demo, and print the scores.
-
-    `seed` replaces the recipes' seed. Returns the final table (`demo_rows`).
-    """
+    """Run the recipes of recipes/mopd into `out`, with another seed if given, and return the table."""
     console, began = Console(), time.monotonic()
     recipes = demo_recipes(out, seed)
     student: Run | None = None

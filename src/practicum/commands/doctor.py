@@ -38,9 +38,7 @@ _GAP = {"float32": 1e-3, "bfloat16": 0.5}
 """Maximum difference of a token's logprob between engine and learner."""
 _RECIPE: dict[str, Any] = {
     "name": "doctor",
-    "model": {
-        "random_init": {"hidden": 64, "layers": 2, "heads": 2, "context": 128},
-    },
+    "model": {"random_init": {"hidden": 64, "layers": 2, "heads": 2, "context": 128}},
     "tasks": {"copy": {"kind": "copy"}},
     "reward": {"functions": [{"use": "practicum.commands.doctor:letters"}]},
     "rollout": {"samples": 4, "max_new_tokens": 8},

@@ -95,8 +95,7 @@ def evaluate(
         bool, typer.Option("--json", help="Print the scores as JSON, and all other output to stderr.")
     ] = False,
     answers: Annotated[
-        Path | None,
-        typer.Option("--answers", metavar="FILE", help="Write the responses to a JSONL file."),
+        Path | None, typer.Option("--answers", metavar="FILE", help="Write the responses to a JSONL file.")
     ] = None,
 ) -> None:
     """Evaluate a model on the held-out prompts of a recipe.
@@ -143,8 +142,7 @@ def sample(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a checkpoint of one.")],
     step: Annotated[
-        int | None,
-        typer.Option("--step", metavar="N", help="Step of the checkpoint. Default: the newest."),
+        int | None, typer.Option("--step", metavar="N", help="Step of the checkpoint. Default: the newest.")
     ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Export the checkpoint with the best evaluation.")
@@ -197,10 +195,7 @@ def merge(
 
 @app.command(no_args_is_help=True)
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Folder, hub name, run or checkpoint."),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name, run or checkpoint.")],
     adapters: Annotated[
         list[str] | None,
         typer.Option(

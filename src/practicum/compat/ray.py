@@ -49,10 +49,7 @@ def host_in(error: BaseException) -> str:
 
 
 def on_host(call: ObjectRef[Any] | None, error: BaseException | None = None) -> str:
-    """Return " on ADDRESS" for the host of the actor that a call went to, or "" if that is this one.
-
-    `error` is Ray's, if the actor died.
-    """
+    """Return " on ADDRESS" for the host of a call's actor, or of one that died; "" for this host."""
     address = (host_in(error) if error is not None else "") or (host_of(call) if call is not None else "")
     return f" on {address}" if address not in ("", ray.util.get_node_ip_address()) else ""
 

@@ -21,10 +21,7 @@ TESTED = "0.32"
 try:
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        _place_kernel_tensors,
-        get_layerwise_info,
-    )
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
     from vllm.platforms import current_platform
     from vllm.v1.sample.sampler import Sampler
 except ImportError as error:
@@ -69,10 +66,7 @@ def repack_head(model: Any) -> None:
 def _checked(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], current: list[str], is_quantized: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on to vLLM's loaders, with the name of the current one for errors.
-
-    Raises an EngineError if layers wait for weights at the end.
-    """
+    """Pass weights to vLLM's loaders. Raise an EngineError if layers wait for weights at the end."""
     for name, tensor in weights:
         current[0] = f"{name} {list(tensor.shape)}"
         yield name, tensor
@@ -153,9 +147,7 @@ class CpuSleep:
 
 class PlainLogprobSampler(Sampler):
     """vLLM's sampler with logprobs at temperature 1 beside the sampled ones, and scores at any temperature.
-
-    Requests with 1 logprob get two: of the token as it was sampled, and at temperature 1 without cuts.
-    """
+    Requests with 1 logprob get two: of the token as it was sampled, and at temperature 1 without cuts."""
 
     temperature: float
     vocab: int

@@ -33,8 +33,7 @@ class BusyTime:
 
 
 class SharedBusyTime:
-    """Busy time divided among several names, in proportion to their tokens in each period of concurrent
-    work."""
+    """Busy time divided among several names, in proportion to their tokens while they work concurrently."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.seconds = dict.fromkeys(names, 0.0)

@@ -149,10 +149,7 @@ class _Running:
 
 
 def blocked_by() -> str | None:
-    """Who keeps the event loop from its work, with the lines of code, or None if it answers.
-
-    Coroutines of users run in tasks whose names say which function it is and what it works on.
-    """
+    """Return who blocks the event loop, with the lines of code, or None if it answers."""
     loop, answers = event_loop(), threading.Event()
     loop.call_soon_threadsafe(answers.set)
     if answers.wait(_ANSWER_S):

@@ -78,11 +78,8 @@ class RowsLayer(nn.Module):
 
 
 def _add_product(result_N: Tensor, x_N: Tensor, part: RowPart, factors: Factors) -> None:
-    """Add an adapter's product to the rows of its part.
-
-    A multiple of ROWS of them is taken, so that the bits do not depend on the batch: neighbours' rows, which
-    are not copied, with a product of 0.
-    """
+    """Add an adapter's product to the rows of its part. A multiple of ROWS of them is taken, so that the bits
+    do not depend on the batch: neighbours' rows, which are not copied, with a product of 0."""
     _, start, stop = part
     first, last = start // ROWS * ROWS, padded_rows(stop)
     rows_N = x_N[first:last]

@@ -116,10 +116,7 @@ def pad_rows(x_N: Tensor, rows: int | None = None) -> Tensor:
 @cache
 @torch.no_grad()
 def activations_are_invariant(width: int, dtype: torch.dtype, device: torch.device, threads: int) -> bool:
-    """Return True if activations of this width keep the promise, with more numbers than one thread takes.
-
-    Each token is computed among few and among many, whose numbers do not go evenly into lanes and threads.
-    """
+    """Return True if activations of this width are equal among few and many tokens."""
     most = (threads + 1) * NUMBERS_OF_A_THREAD // width + ROWS
     x_N = 3 * torch.randn(padded_tokens(most, width), width, generator=torch.Generator().manual_seed(0))
     x_N = x_N.to(device, dtype)
@@ -135,10 +132,7 @@ def activations_are_invariant(width: int, dtype: torch.dtype, device: torch.devi
 @cache
 @torch.no_grad()
 def attention_is_invariant(width: int, dtype: torch.dtype, device: torch.device, threads: int) -> bool:
-    """Return True if attention over heads of this width keeps the promise with this dtype and threads.
-
-    Tokens near the edges of `padded_keys` are computed among few queries and keys, and among many.
-    """
+    """Return True if attention near the edges of `padded_keys` is equal among few and many tokens."""
     return _attention_is_invariant(width, dtype, device, *_parts())
 
 

@@ -76,10 +76,7 @@ class LeanDecoder:
         pack: bool = False,
         wanted_M: Tensor | None = None,
     ) -> Tensor:
-        """Return what `models.attention.packed_forward` does, to the bit. `pack` makes packed weights.
-
-        Given `wanted_M`, return and finish these tokens alone, each of them once.
-        """
+        """Return what `packed_forward` does, to the bit, of `wanted_M` alone; `pack` makes packed weights."""
         base, eps, tokens = self._base, self._eps, len(ids_N)
         rows = padded_tokens(tokens, self._width)
         hidden_N = base.embed_tokens(pad_rows(ids_N, rows))

@@ -83,8 +83,7 @@ def compact(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
 
 def expand(columns: Sequence[list[Any]], rows: int) -> list[tuple[Any, ...]]:
     """Return the rows that `compact` made columns of."""
-    whole = [column * rows if len(column) == 1 else column for column in columns]
-    return list(zip(*whole, strict=True))
+    return list(zip(*[column * rows if len(column) == 1 else column for column in columns], strict=True))
 
 
 def _shared(column: tuple[Any, ...]) -> list[Any]:

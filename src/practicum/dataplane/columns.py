@@ -154,10 +154,7 @@ def padding_batch(
     widths: Mapping[str, int],
     first: int = 0,
 ) -> tuple[BatchRef, dict[str, Column]]:
-    """Return `count` padding rows with these fields, for one put. Their keys are numbered from `first`.
-
-    `widths` has the sizes of trailing axes by their letter in the fields table (D, K, H, L, E).
-    """
+    """Return padding rows for one put, keys from `first`; `widths` are sizes of axes by letter."""
     keys = tuple(Key(PADDING_PROMPT, number) for number in range(first, first + count))
     batch = BatchRef(partition, keys, (_TAGS,) * count)
     return batch, {name: _padding_column(field_of(name), count, end_id, widths) for name in fields}
@@ -172,8 +169,7 @@ def _padding_column(field: Field, count: int, end_id: int, widths: Mapping[str, 
     if field.padding == "positions":
         value = torch.arange(shape[0]).repeat_interleave(prod(shape[1:])).view(shape).to(dtype_of(field))
     else:
-        fill = end_id if field.padding == "end_token" else 0
-        value = torch.full(shape, fill, dtype=dtype_of(field))
+        value = torch.full(shape, end_id if field.padding == "end_token" else 0, dtype=dtype_of(field))
     # A plain copy: one of a single row keeps the stride 0 of the expansion, and has no bytes to look at.
     values = value.expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
     if field.extent == "scalar":

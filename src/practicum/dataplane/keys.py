@@ -30,10 +30,7 @@ def name_keys(keys: Sequence[Key]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Small typed metadata of a row for the controller.
-
-    Change with dataclasses.replace.
-    """
+    """Small typed metadata of a row for the controller. Change with dataclasses.replace."""
 
     status: Status = "ready"
     prompt_tokens: int = 0

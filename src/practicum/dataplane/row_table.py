@@ -42,10 +42,8 @@ class RowTable(Generic[Cell]):
         names: Sequence[str],
         cells: Sequence[Sequence[Cell]],
     ) -> list[Cell]:
-        """Set these fields of these rows, `cells[i]` being those of row i. Return the replaced cells.
-
-        `spans` are the rows' tokens by extent. Without `tags` the rows must exist and keep theirs.
-        """
+        """Set these fields of these rows, `cells[i]` being those of row i; return the replaced cells. `spans`
+        are the rows' tokens by extent. Without `tags` the rows must exist and keep theirs."""
         by_key = self.partitions.get(partition, {})
         if tags is None:
             self.rows(partition, keys)
@@ -133,10 +131,8 @@ def _merged_spans(
     spans: Mapping[str, Sequence[int]],
     names: Sequence[str],
 ) -> list[dict[str, int]]:
-    """Return the tokens of each row by extent after `names` are put. Raise StoreError if columns disagree.
-
-    A length may change only if every column of that extent changes with it.
-    """
+    """Return the tokens of each row by extent once `names` are put; columns that disagree are a StoreError. A
+    length may change only if every column of that extent changes with it."""
     merged = []
     for i, (key, row) in enumerate(zip(keys, rows, strict=True)):
         before, cells = (row.spans, row.cells) if row is not None else ({}, {})

@@ -50,10 +50,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class OwnStage:
-    """A user's stage, made by `practicum.parts.stage`: `run(rank, batch, columns, step)` after stage `after`.
-
-    `writes` are new fields, or names of fields that exist.
-    """
+    """A user's stage `run(rank, batch, columns, step)`. `writes` are new fields, or names of known ones."""
 
     run: Callable[..., Any]
     name: str
@@ -64,10 +61,7 @@ class OwnStage:
     about: str
 
     def spec(self, use: str) -> StageSpec:
-        """Register its fields in this process. Return its row of the stage table.
-
-        `use` is how the recipe names it.
-        """
+        """Register its fields in this process, and return its line of the stage table. `use` is its name."""
         for written in self.writes:
             if isinstance(written, Field):
                 try:

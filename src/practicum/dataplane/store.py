@@ -35,10 +35,7 @@ class Store(Protocol):
         ...
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        """Return keys and current tags: of these rows, or of the whole partition in order of first put.
-
-        A partition without rows is an empty batch.
-        """
+        """Return keys and current tags of these rows, or of the whole partition in order of first put."""
         ...
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
@@ -66,10 +63,7 @@ class StoreHandle(Protocol):
     """The address of a store on a cluster, which can be pickled to workers."""
 
     def connect(self, timeout_s: float, *, lasting: bool = True) -> Store:
-        """Return the store for this process, with a deadline for each call.
-
-        What this process puts outlives it if `lasting`.
-        """
+        """Return the store for this process. What this process puts outlives it if `lasting`."""
         ...
 
     def actors(self) -> dict[str, Any]:

@@ -27,9 +27,7 @@ def save_rows(
     chosen: Collection[Key] | None = None,
 ) -> None:
     """Write the chosen rows of a store, or all. A save that is cut short leaves the one before it whole.
-
-    `groups` are partition, keys and fields of rows that can be got together. All rows are in one of them.
-    """
+    `groups` are partition, keys and fields of rows that can be got together; all rows are in one of them."""
     rows, columns, wanted = [], [], None if chosen is None else set(chosen)
     for partition in dict.fromkeys(partition for partition, *_ in groups):
         batch = store.batch(partition).where(lambda key, _: wanted is None or key in wanted)

@@ -33,10 +33,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Identity of a generation, which together with the token position determines its randomness.
-
-    So a sample does not depend on the rest of the batch, on order or on time.
-    """
+    """Identity of a generation, which together with the token position determines its randomness. So a sample
+    does not depend on the rest of the batch, on order or on time."""
 
     seed: int
     prompt: int
@@ -275,7 +273,5 @@ class Engine(Scorer, Sleeper, Protocol):
 
     def fingerprint(self) -> Tensor:
         """Return logprobs of the fixed token sequence of `models.fingerprint`, to compare with the learner's.
-
-        It is long enough to expose a stale prefix cache.
-        """
+        It is long enough to expose a stale prefix cache."""
         ...

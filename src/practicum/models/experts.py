@@ -137,10 +137,8 @@ class Routes:
 
 
 def _padded_experts(module: Any, hidden_N: Tensor, index_NE: Tensor, weights_NE: Tensor) -> Tensor:
-    """Compute transformers' grouped products with a multiple of ROWS tokens for each expert.
-
-    Tokens of 0 with weights of 0 fill them up: see `cpu/batch_invariance.py`.
-    """
+    """Compute transformers' grouped products with a multiple of ROWS tokens for each expert. Tokens of 0 with
+    weights of 0 fill them up: see `cpu/batch_invariance.py`."""
     tokens, per_token = index_NE.shape
     missing_X = -index_NE.flatten().bincount(minlength=module.num_experts) % ROWS
     more = torch.arange(module.num_experts, device=index_NE.device).repeat_interleave(missing_X)

@@ -17,10 +17,8 @@ _DEADLINE_S = 1.5
 
 
 def is_unreachable(source: str) -> bool:
-    """Return True if a model is neither a folder nor cached, and the hub does not respond.
-
-    Then HuggingFace's libraries look into their caches only, where they would wait and try again.
-    """
+    """Return True if a model is neither a folder nor cached, and the hub does not respond. Then HuggingFace's
+    libraries look into their caches only, where they would wait and try again."""
     return not os.path.exists(Path(source).expanduser()) and not _answers()
 
 

@@ -34,10 +34,8 @@ Config = dict[str, Any]
 
 @torch.no_grad()
 def merge(base: str, named: Sequence[str], weights: Sequence[float], to: Path, *, adapters: bool) -> None:
-    """Write the merge of models, or of adapters, of one base into a folder in HuggingFace format.
-
-    Sums are in float64 and rounded once. A merge of adapters has the merged adapter beside the model.
-    """
+    """Write the merge of models, or of adapters, of one base into a folder in HuggingFace format. Sums are in
+    float64 and rounded once. A merge of adapters has the merged adapter beside the model."""
     model = load_model(Model(path=base, device="cpu"), 0)
     whole = {name: x.detach().double() for name, x in _tensors(model).items()}
     config, joined, saved = {}, Weights(), []

@@ -83,10 +83,8 @@ class PaddedRows:
             yield slice(start, stop), self.part(start, stop, self.keys)
 
     def within(self, window: int | None) -> tuple[int, PaddedRows]:
-        """Return how many of the first keys no query's window reaches, and the rows without these.
-
-        Whole blocks of the kernel's: those it would find nothing in, so that the bits stay the same.
-        """
+        """Return how many of the first keys no query's window reaches, and the rows without these. Whole
+        blocks of the kernel's: those it would find nothing in, so that the bits stay the same."""
         if window is None or window >= self.keys:
             return 0, self
         if window not in self._within:
@@ -117,10 +115,8 @@ class PaddedRows:
 
 
 def attend(rows: PaddedRows, query: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
-    """Return the output [B, Q, heads, D] of queries [B, Q, heads, D] to k and v [B, kv heads, J, D].
-
-    Autograd can go through it, except for long rows.
-    """
+    """Return the output [B, Q, heads, D] of queries [B, Q, heads, D] to k and v [B, kv heads, J, D]. Autograd
+    can go through it, except for long rows."""
     if _has_kernel(rows, query, v, rule):
         return attend_long(rows, query, k, v, rule)[0]
     if not rows.is_long and not rule.is_written_out:

@@ -38,8 +38,7 @@ INSTEAD = {"loss": ("reward",), "KL of update": ("KL to teachers", "KL to refere
 
 
 class ProgressView:
-    """Shows step, time left, reward, evaluation and KL over the steps, where the time goes, the newest
-    sample and warnings."""
+    """Shows the step, time left, curves, where the time goes, the newest sample and warnings."""
 
     def __init__(self, name: str, steps: int, done: int = 0, console: Console | None = None) -> None:
         self.name, self.steps = plain(name), steps
@@ -198,9 +197,15 @@ class ProgressView:
         return [grid]
 
     def _times(self) -> list[RenderableType]:
-        """Return the speed, and each stage's share of the step's time."""
-        shares = " · ".join(f"{name} {share:.0%}" for name, share in stage_shares(self._metrics))
-        lines = [" · ".join(self._speed()), shares]
+        """Return the speed, and each stage's share of the step's time from one percent on, largest first."""
+        whole, left_out = self._metrics.get("time/step", 0.0), {"time/step", "time/eval", "time/checkpoint"}
+        if "time/waited" in self._metrics:  # what is sampled ahead takes no time of the step
+            left_out |= {"time/rollout", "time/reward", "time/publish_lag"}
+        times = {n[5:]: s for n, s in self._metrics.items() if n.startswith("time/") and n not in left_out}
+        shown = sorted(
+            ((s / whole, name) for name, s in times.items() if s >= 0.01 * whole > 0), reverse=True
+        )
+        lines = [" · ".join(self._speed()), " · ".join(f"{name} {share:.0%}" for share, name in shown)]
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines if line]
 
     def _newest(self, width: int) -> list[RenderableType]:
@@ -232,13 +237,3 @@ def find_curve(name: str, metrics: Mapping[str, float]) -> float | None:
             if metric == wanted or of_any_k:
                 return value
     return None
-
-
-def stage_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return each stage's share of the step's time, largest first, without shares below one percent."""
-    whole, left_out = metrics.get("time/step", 0.0), {"step", "eval", "checkpoint"}
-    if "time/waited" in metrics:  # what is sampled ahead takes no time of the step
-        left_out |= {"rollout", "reward", "publish_lag"}
-    times = {n.removeprefix("time/"): s for n, s in metrics.items() if n.startswith("time/")}
-    shares = [(name, s / whole) for name, s in times.items() if whole and name not in left_out]
-    return sorted((s for s in shares if s[1] >= 0.01), key=lambda item: -item[1])

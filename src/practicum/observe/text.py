@@ -17,6 +17,10 @@ BARS = "▁▂▃▄▅▆▇█"
 SHOWN_AS = {"\n": "↵", "\t": " ", "\r": "↵"}
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that steer a terminal, hide text or turn its direction."""
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_LETTERS = [*_PLAIN, *range(256, 512 - len(_PLAIN))]
+BYTE_LETTERS = dict(zip(map(chr, _LETTERS), [*_PLAIN, *sorted({*range(256)} - {*_PLAIN})], strict=True))
+"""The byte that each letter of a byte-level vocabulary stands for."""
 
 
 def plain(text: str) -> str:
@@ -32,10 +36,7 @@ def plain(text: str) -> str:
 
 
 def say(text: str, console: Console | None = None) -> None:
-    """Print lines as they are: nothing in them is markup, an emoji's name or steers the terminal.
-
-    In a terminal they end between words. A word that is longer than a line, such as a path, stays whole.
-    """
+    """Print lines as they are, without markup. In a terminal they end between words."""
     console, lines = console or Console(), []
     for line in map(plain, text.splitlines()):
         indent = " " * (len(line) - len(line.lstrip()))
@@ -51,8 +52,7 @@ def shorten(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     head = max(1, (width - 1) * 2 // 3)
-    tail = max(0, width - 1 - head)
-    return f"{text[:head]}…{text[len(text) - tail :]}"
+    return f"{text[:head]}…{text[len(text) - max(0, width - 1 - head) :]}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -86,8 +86,7 @@ def score_table(title: str, rows: Mapping[str, Mapping[str, float]], columns: Se
     for column in columns:
         table.add_column(Text(plain(column)), justify="right")
     for name, scores in rows.items():
-        shown = [f"{scores[c]:.3f}" if c in scores else "–" for c in columns]
-        table.add_row(Text(plain(name)), *shown)
+        table.add_row(Text(plain(name)), *[f"{scores[c]:.3f}" if c in scores else "–" for c in columns])
     return table
 
 

@@ -135,13 +135,6 @@ def _markdown(cell: float | str | None) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+\-.!|])", r"\\\1", text)
 
 
-def lasting_id(file: Path) -> str:
-    """Return the tracker's id of the run from this file, or create one."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex)
-    return file.read_text()
-
-
 def require_trackers(names: Sequence[str]) -> None:
     """Raise a MissingExtraError for a tracker of `track.to` whose library is not installed."""
     for name in names:
@@ -167,7 +160,10 @@ def make_trackers(recipe: Recipe, folder: Path) -> list[Tracker]:
 
 
 def _hosted(library: str, project: str, config: Mapping[str, Any], folder: Path) -> Tracker:
-    run_id, options = lasting_id(folder / f"{library}.id"), dict[str, Any]()
+    file, options = folder / f"{library}.id", dict[str, Any]()
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    run_id = file.read_text()
     if library == "wandb":
         options |= {"name": config["name"], "id": run_id, "dir": str(folder)}
     else:  # trackio knows a run by its name

@@ -53,9 +53,7 @@ class Dispatcher(Generic[W]):
         names: tuple[str, str, str],
     ) -> T:
         """Run work on the least loaded worker. If it misses the deadline, abort it and raise TeacherError.
-
-        `names` holds the names of the model, the work, and the deadline's key.
-        """
+        `names` holds the names of the model, the work, and the deadline's key."""
         who, about, key = names
         with self.least_loaded().busy(load) as worker:
             try:

@@ -72,10 +72,8 @@ class Client:
         return self._busy.seconds
 
     async def ask(self, method: str, path: str, body: Any, about: str, *, base: str | None = None) -> Any:
-        """Return the server's JSON, with retries for temporary failures. Raise Refused or Unreachable.
-
-        `path` is relative to the URL, or to `base`. A callable body is called when a slot is free.
-        """
+        """Return the server's JSON, with retries for temporary failures. Raise Refused or Unreachable. `path`
+        is relative to the URL, or to `base`. A callable body is called when a slot is free."""
         client, slots = self._open()
         url = (self.url if base is None else base) + path
         async with slots:

@@ -34,10 +34,8 @@ def parts_of(teachers: Mapping[str, Teacher]) -> dict[str, dict[str, float]]:
 
 
 def base_groups(teachers: Mapping[str, Teacher]) -> list[list[str]]:
-    """Return groups of teachers that share a base: adapters, and full models that are the base of adapters.
-
-    A group shares a process: this one, or an engine's if all settings are equal.
-    """
+    """Return groups of teachers that share a base: adapters, and full models that are the base of adapters. A
+    group shares a process: this one, or an engine's if all settings are equal."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, teacher in teachers.items():
         is_apart, shares = teacher.placement_name == "own", teacher.engine_traits.shares_process
@@ -55,8 +53,7 @@ config.json, transformers would load both."""
 
 
 def adapter_folder(named: str) -> Path | None:
-    """Return the adapter folder of a path: the path itself, or a folder in an export. None if neither
-    exists."""
+    """Return the adapter folder of a path: itself, or a folder in an export. None if neither exists."""
     folder = Path(named).expanduser()
     return next((f for f in (folder, folder / EXPORTED) if os.path.isfile(f / ADAPTER_CONFIG)), None)
 
@@ -94,8 +91,7 @@ def model_traits(model: Model) -> Traits:
 
 
 def folder_config(path: str | None) -> dict[str, Any]:
-    """Return the config of a model's folder, or {} for a hub name or a missing folder, which checks
-    report."""
+    """Return the config of a model's folder, or {} for a hub name or a missing folder."""
     try:
         config = json.loads((Path(path or "").expanduser() / "config.json").read_text())
     except (OSError, ValueError):
@@ -104,8 +100,7 @@ def folder_config(path: str | None) -> dict[str, Any]:
 
 
 def saved_parameters(folder: Path) -> int | None:
-    """Count the parameters in a folder's safetensors files from their headers, or return None without
-    files."""
+    """Count the parameters in a folder's safetensors files by their headers, or return None."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:

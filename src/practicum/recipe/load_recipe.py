@@ -39,10 +39,7 @@ class LoadedRecipe:
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Load a recipe from a file or plain data with its bases, apply `key=value` overrides, and check it.
-
-    Raise one RecipeErrors with all mistakes.
-    """
+    """Load a recipe with its bases, apply `key=value` overrides, and check it. Raise all mistakes at once."""
     source, data = (DICT, recipe) if isinstance(recipe, Mapping) else (Path(recipe), None)
     layers = Layers()
     try:

@@ -25,10 +25,7 @@ GUIDE = "docs/extend.md has an example"
 
 @dataclass(frozen=True, slots=True)
 class PartKind:
-    """A kind of part: its recipe key, description, parameters and result.
-
-    A kind without `takes` is an object made by a constructor or decorator.
-    """
+    """A kind of part. One without `takes` is an object made by a constructor or decorator."""
 
     key: str
     about: str

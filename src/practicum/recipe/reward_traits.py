@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RewardTraits:
-    """Requirements of a reward function: rows with an answer, and a thread for its calls.
-
-    `extra` is the optional package that it needs: the module and the extra's name.
-    """
+    """Requirements of a reward function: rows with an answer, and a thread for its calls. `extra` is the
+    optional package that it needs: the module and the extra's name."""
 
     needs_answer: bool = True
     instant: bool = False

@@ -62,8 +62,7 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     named = [root / name for name in re.findall(r"recipes/([\w/-]+\.yaml)", readme)] if whole else []
     for recipe in [*recipes, *(file for file in named if not file.is_relative_to(source))]:
         for file in base_files(recipe):
-            inside = file.is_relative_to(source)
-            files[file] = target / file.relative_to(source if inside else root)
+            files[file] = target / file.relative_to(source if file.is_relative_to(source) else root)
     if target.exists() and not target.is_dir():
         raise PracticumError(f"{target} is a file: choose another folder with practicum init NAME DIR")
     if there := sorted(str(copy) for copy in files.values() if os.path.lexists(copy)):
@@ -72,7 +71,11 @@ def copy_recipe(name: str, folder: Path | None = None) -> list[str]:
     for file, copy in files.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".yaml":
-            copy.write_text(_with_bases_inside(file, copy, files), encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
+            for base in base_files(file)[1:2]:  # `extends` points to the copy
+                old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
+                text = text.replace(f"extends: {old}", f"extends: {new}")
+            copy.write_text(text, encoding="utf-8")
         elif file.name == "README.md":
             copy.write_text(_with_copies_named(file, files), encoding="utf-8")
         else:
@@ -94,15 +97,6 @@ def _find(name: str) -> tuple[Path, list[Path]]:
     near = get_close_matches(name, known, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise PracticumError(f"no recipe is named {name}: {meant}`practicum recipes` lists them all")
-
-
-def _with_bases_inside(file: Path, copy: Path, files: dict[Path, Path]) -> str:
-    """Return the recipe's text with `extends` pointing to the copies."""
-    text = file.read_text(encoding="utf-8")
-    for base in base_files(file)[1:2]:
-        old, new = os.path.relpath(base, file.parent), os.path.relpath(files[base], copy.parent)
-        text = text.replace(f"extends: {old}", f"extends: {new}")
-    return text
 
 
 def _with_copies_named(readme: Path, files: dict[Path, Path]) -> str:

@@ -24,8 +24,7 @@ _passed: dict[str, Any] = {}
 
 
 def split_function(use: str) -> tuple[str, str, str] | None:
-    """Split `[folder/]package.module:function` into folder ("" if none), module and function, or return
-    None."""
+    """Split `[folder/]package.module:function` into folder ("" if none), module and function, or None."""
     match = _USE.fullmatch(use)
     return (match["folder"] or "", match["module"].removesuffix(".py"), match["name"]) if match else None
 
@@ -37,10 +36,8 @@ def module_file(folder: Path, module: str) -> Path | None:
 
 
 def name_function(function: Any) -> str:
-    """Return the name of a function in a recipe: package.module:function if any process can import it.
-
-    Others (of a script or notebook, lambdas, closures) are kept in this process as __main__:function.
-    """
+    """Return the name of a function in a recipe: package.module:function if any process can import it. Others
+    (of a script or notebook, lambdas, closures) are kept in this process as __main__:function."""
     made_of = getattr(function, "run", function)  # a stage is an object that holds its function
     name, module_name = getattr(made_of, "__qualname__", type(made_of).__name__), str(made_of.__module__)
     if module_name != _MAIN and getattr(sys.modules.get(module_name), name, None) is function:
@@ -86,30 +83,22 @@ def import_function(use: str, path: str) -> Callable[..., Any]:
 
 
 def import_object(use: str, path: str, what: str = "name") -> Any:
-    """Import the object that `use` names. Modules in its folder or the working directory come first.
-
-    Errors name `path` and `what`.
-    """
+    """Import the object that `use` names, from its folder or the working directory first."""
     parts = split_function(use)
     if parts is None:
         raise RecipeError(path, repr(use), f"package.module:{what}", meant(use, ()))
     folder, module_name, attribute = parts
     if module_name == _MAIN:
-        return _of_script(use, attribute, path)
+        if use not in _passed and not hasattr(sys.modules[_MAIN], attribute):
+            hint = "run it there, or put the function into a module: package.module:function"
+            raise RecipeError(path, repr(use), "a function of the script or notebook that is running", hint)
+        return _passed.setdefault(use, getattr(sys.modules[_MAIN], attribute, None))  # for other processes
     module = _import(module_name, Path(folder).absolute(), use, path)
     if not hasattr(module, attribute):
         near = get_close_matches(attribute, vars(module), n=1)
         hint = f"did you mean {module_name}:{near[0]}?" if near else ""
         raise RecipeError(path, repr(use), f"a {what} of module {module_name}", hint)
     return getattr(module, attribute)
-
-
-def _of_script(use: str, name: str, path: str) -> Any:
-    """Return a function of this process's script or notebook, and keep it for other processes."""
-    if use not in _passed and not hasattr(sys.modules[_MAIN], name):
-        hint = "run it there, or put the function into a module: package.module:function"
-        raise RecipeError(path, repr(use), "a function of the script or notebook that is running", hint)
-    return _passed.setdefault(use, getattr(sys.modules[_MAIN], name, None))
 
 
 def _import(module_name: str, folder: Path, use: str, path: str) -> Any:

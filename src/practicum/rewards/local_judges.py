@@ -50,10 +50,7 @@ class _Job(Job):
 
 
 def encode_case(case: JudgeInput, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Encode prompt and response, for chats with the classifier's chat template if it has one.
-
-    Text without a template gets the tokenizer's special tokens.
-    """
+    """Encode prompt and response, for chats with the classifier's chat template if it has one."""
     if case.messages is not None and tokenizer.chat_template:
         ids: Any = tokenizer.apply_chat_template(list(case.messages), tokenize=True, return_dict=False)
     else:
@@ -182,10 +179,7 @@ class Classifier(Judge, Sleeper):
 
 
 class PromptedJudge(Judge):
-    """A causal language model that replies greedily, on a separate torch engine.
-
-    Prompt and reply fit into `context` tokens. It starts awake.
-    """
+    """A causal language model that replies greedily within `context` tokens. It starts awake."""
 
     def __init__(
         self, spec: RewardModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int
@@ -193,9 +187,8 @@ class PromptedJudge(Judge):
         self.spec, self._tokenizer, self._context = spec, tokenizer, context
         stop = stop_ids(getattr(model, "generation_config", None), tokenizer)
         self._sampling = Sampling(max_new_tokens=spec.max_new_tokens, stop=stop, greedy=True)
-        tokens = spec.batch_tokens
         self._engine = TorchEngine(
-            model, slots=SLOTS, context=context, prefill_tokens=tokens, owns_weights=True
+            model, slots=SLOTS, context=context, prefill_tokens=spec.batch_tokens, owns_weights=True
         )
         self.sleeper, self.close = self._engine, self._engine.close
 

@@ -53,10 +53,7 @@ class RemoteJudge(Client, Judge):
         return require_finite(outputs[self.spec.label])
 
     async def probe(self, *, chat: bool) -> str:
-        """List the server's models and score one response. Raise RecipeError on failure.
-
-        `chat` means that cases are conversations.
-        """
+        """Score one response, of a conversation if `chat`. Raise RecipeError on failure."""
         await self.check_model()
         messages = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"})
         case = JudgeInput("the probe", "1+1=", "2", "2", messages if chat else None)
@@ -95,8 +92,7 @@ class RemoteJudge(Client, Judge):
         else:
             body["input"] = case.prompt + case.response
         # In vLLM, /classify is next to /v1, not below it.
-        base = self.url.removesuffix("/v1")
-        response = await self.ask("POST", "/classify", body, case.name, base=base)
+        response = await self.ask("POST", "/classify", body, case.name, base=self.url.removesuffix("/v1"))
         try:
             return [float(x) for x in response["data"][0]["probs"]]
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:

@@ -15,10 +15,8 @@ from practicum.tasks.prompts import answer_text
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """Argument of a reward function: a finished session and its prompt.
-
-    `response_text` is the student's last turn. `turns` has all turns of all trajectories.
-    """
+    """Argument of a reward function: a finished session and its prompt. `response_text` is the student's last
+    turn. `turns` has all turns of all trajectories."""
 
     prompt_text: str
     response_text: str

@@ -28,10 +28,7 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 class RewardScorer:
-    """A reward model: identical judges, and the deadline of a case (None if the judges have deadlines).
-
-    `key` is its recipe key, which identifies it among the sleeping models.
-    """
+    """A reward model: identical judges, a deadline for each case if they have none, and its recipe key."""
 
     def __init__(self, name: str, judges: Sequence[Judge], *, deadline_s: float | None) -> None:
         self.name, self.judges, self.sleeper = name, list(judges), judges[0].sleeper
@@ -143,10 +140,7 @@ def probe_reward_servers(specs: Mapping[str, RewardModel], *, chat: bool) -> lis
 def check_reward_models(
     specs: Mapping[str, RewardModel], student: PreTrainedTokenizerBase, longest: int
 ) -> list[str]:
-    """Describe each local reward model without loading weights. Raise RecipeErrors with all mistakes.
-
-    `longest` is the length of the longest prompt plus response in the student's tokens.
-    """
+    """Describe each local reward model without its weights. Raise RecipeErrors with all mistakes."""
     findings, problems = [], []
     for name, spec in specs.items():
         if spec.url is None:

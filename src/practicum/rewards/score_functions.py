@@ -35,10 +35,7 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A reward function with its name in metrics.
-
-    A sync function is called by one thread at a time.
-    """
+    """A reward function with its name in metrics. A sync one is called by one thread at a time."""
 
     name: str
     call: Callable[[Any], Any]
@@ -68,10 +65,7 @@ class RewardFunctions:
             raise problems[0] if len(problems) == 1 else RecipeErrors("rewards", problems)
 
     def streams(self, task: str) -> bool:
-        """Return True if sessions of a task are scored one by one, as they finish.
-
-        False if a function takes a batch, or if all are so fast that scoring together is cheaper.
-        """
+        """Return True if sessions of a task are scored as they finish: slow functions without a batch."""
         return self.divides(task) and not all(is_instant(f.spec.use) for f in self._functions[task])
 
     def divides(self, task: str) -> bool:
@@ -86,8 +80,7 @@ class RewardFunctions:
         return find_kind(kind, sample.task).check(sample.response_text, sample.answer, sample.row)
 
     async def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return a result per sample, in order. Raise RewardError if one fails and reward.on_error is
-        stop."""
+        """Return a result per sample, in order. If reward.on_error is stop, a failure is a RewardError."""
         parts: list[dict[str, float]] = [{} for _ in samples]
         totals = [0.0] * len(samples)
         failures: list[CallResult | None] = [None] * len(samples)

@@ -89,12 +89,7 @@ class AdvantageRole:
         return written, stats
 
     def _estimate(
-        self,
-        columns: Columns,
-        mask_N: Tensor,
-        session_N: Tensor,
-        prompts: list[int],
-        step: StepInfo,
+        self, columns: Columns, mask_N: Tensor, session_N: Tensor, prompts: list[int], step: StepInfo
     ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
         """Return advantages, returns with a critic, and counts. `prompts` are those of the sessions."""
         algorithm, distill, weight = self.algorithm, self.distill, self.reward_weight
@@ -174,5 +169,4 @@ class AdvantageRole:
         observed = float(kl_N[mask_N].mean())
         coefficient = self.kl.coefficient
         self.kl.update(observed, sessions)
-        stats = {"kl_reward": observed, "kl_coefficient": coefficient}
-        return token_rewards_N - coefficient * kl_N, stats
+        return token_rewards_N - coefficient * kl_N, {"kl_reward": observed, "kl_coefficient": coefficient}

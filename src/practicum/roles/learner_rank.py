@@ -190,8 +190,7 @@ class LearnerRank:
             spans, at = [], 0
             for sampled, run in groupby(mask.tolist()):
                 end = at + len(list(run))
-                text = str(decode(response[at:end]))
-                spans.append({"sampled": sampled, "text": text, "tokens": end - at})
+                spans.append({"sampled": sampled, "text": str(decode(response[at:end])), "tokens": end - at})
                 at = end
             transcripts[key] = Transcript(str(decode(prompt)), str(decode(response)), tuple(spans))
         return [transcripts.get(key, Transcript()) for key in batch.keys]
@@ -251,8 +250,7 @@ class LearnerRank:
         return self.version
 
     def export(self, folder: Path) -> None:
-        """Export the student in HuggingFace format with tokenizer and processor, and its adapter
-        separately."""
+        """Export the student in HuggingFace format with tokenizer and processor, its adapter separately."""
         self.student.learner.export(folder, self.tokenizer)
         if self.rank == 0 and self.encoder.processor is not None:
             self.encoder.processor.image_processor.save_pretrained(folder)
@@ -272,10 +270,7 @@ def load_reference(
 
 
 def set_threads(threads: int | None, *, sides: int = 1) -> int:
-    """Set torch's threads from the recipe, OMP_NUM_THREADS, or the number of cores.
-
-    `sides` is the number of parts that share the cores: engines and learner, if they run concurrently.
-    """
+    """Set torch's threads from the recipe, OMP_NUM_THREADS, or the cores, which `sides` share."""
     cores = max(1, (os.cpu_count() or 1) // sides)
     count = threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or cores
     torch.set_num_threads(count)

@@ -18,13 +18,7 @@ from practicum.dataplane.ragged import Column, Columns
 from practicum.dataplane.stages import Plan
 from practicum.dataplane.store import Store
 from practicum.errors import RecipeError
-from practicum.learning.minibatches import (
-    Cut,
-    assign_ranks,
-    partition,
-    spare_padding,
-    spread,
-)
+from practicum.learning.minibatches import Cut, assign_ranks, partition, spare_padding, spread
 from practicum.learning.parallel import Parallel
 from practicum.models.experts import routes_of
 from practicum.models.vision import AXES
@@ -68,10 +62,7 @@ class BatchCutter:
         return spare + -(len(batch) + spare) % self.student.multiple(self.ranks)
 
     def optimizer_steps(self, cut: Cut, step: StepInfo) -> list[OptimizerStep]:
-        """Return the optimizer steps of the step's batch, over all epochs.
-
-        Raise ValueError if ranks can't divide the rows evenly.
-        """
+        """Return all optimizer steps of the batch. Raise ValueError if ranks can't divide the rows."""
         batch, steps, whole = step.batch, [], self.whole_sessions and cut is self.student
         prompts, sessions = [key.prompt for key in batch.keys], [key.session for key in batch.keys]
         padding, together = [tags.is_padding for tags in batch.tags], [key[:2] for key in batch.keys]
@@ -81,8 +72,7 @@ class BatchCutter:
             assigned = assign_ranks(minibatches, _tokens(batch), self.ranks, together if whole else None)
             for minibatch, parts in zip(minibatches, assigned, strict=True):
                 real = set(minibatch.real)
-                own = [row for row in parts[self.rank] if row in real]
-                steps.append(OptimizerStep(minibatch.real, own))
+                steps.append(OptimizerStep(minibatch.real, [row for row in parts[self.rank] if row in real]))
         return steps
 
     def rank_rows(self, cut: Cut, step: StepInfo) -> BatchRef:
@@ -125,8 +115,7 @@ class PaddingRole:
 
     @stage("pad")
     def pad(self, batch: BatchRef, columns: Columns, step: StepInfo) -> tuple[dict[str, Column], BatchRef]:
-        """Write the padding rows of the step, with all fields of later stages, and return the padded
-        batch."""
+        """Write the padding rows of the step with all fields of later stages. Return the padded batch."""
         count = self.cutter.padding_rows(batch)
         if not count:
             return {}, batch.take([])

@@ -81,10 +81,7 @@ def compare(student_MV: Tensor, teacher_MV: Tensor, top_k: int, scores: tuple[fl
 
 
 def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Return the lines of a table of all teachers that can be loaded on this machine, and warnings.
-
-    Teachers that can't be compared with the student are loaded too, to refuse models that can't teach.
-    """
+    """Return a table of all teachers that can be loaded here, and warnings. Refuse unfit models."""
     specs = {
         name: teacher.model_copy(update={"placement": "colocated"})
         for name, teacher in recipe.teachers.items()
@@ -104,10 +101,8 @@ def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], l
 def compare_teachers(
     recipe: Recipe, model: PreTrainedModel, engine: Engine, teachers: Teachers
 ) -> tuple[list[str], list[str]]:
-    """Return the same of these teachers, by the student's engine.
-
-    Raise a TeacherError if one has too little in common with the student.
-    """
+    """Return the same of these teachers, by the student's engine. Raise a TeacherError if one has too little
+    in common with the student."""
     if not _comparable(recipe, model):
         return [], []
     stream = make_stream(recipe.tasks, recipe.seed, needs_answer=recipe.tasks_needing_answer)

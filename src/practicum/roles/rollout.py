@@ -83,8 +83,7 @@ class SessionWorkers(Protocol):
         ...
 
     def named_blocks(self) -> AbstractContextManager[None]:
-        """Name the function that blocks another process's event loop in a DeadlineError from inside the
-        context."""
+        """Add to a DeadlineError of the context the function that blocks another process's event loop."""
         ...
 
 
@@ -128,10 +127,7 @@ class RolloutRole:
         return batch
 
     def rollout(self, attempts: Sequence[Attempt], partition: str, *, seed: int) -> BatchRef:
-        """Run sessions concurrently and write their rows. The batch is sorted by key.
-
-        Sessions that a checkpoint holds are not run again, as their rows are in the store.
-        """
+        """Run sessions concurrently, except those that a checkpoint holds. The batch is sorted by key."""
         prompts = {attempt.prompt.uid: attempt.prompt for attempt in attempts}
         kept = [key for key in self._kept if key.prompt in prompts]
         self._remember(kept, prompts)
@@ -271,10 +267,8 @@ class SessionRunner:
         answerers: Mapping[str, Generates] | None = None,
         recorder: Recorder = NOT_RECORDED,
     ) -> None:
-        """`deadline_s` is a session's, and `teacher_of` returns the teacher of a prompt.
-
-        `answerers` are teachers that sample responses in place of the engine.
-        """
+        """`deadline_s` is a session's, and `teacher_of` returns the teacher of a prompt. `answerers` are
+        teachers that sample responses in place of the engine."""
         self.agent, self.deadline_s = agent, deadline_s
         self.plan, self.store, self.recorder = plan, store, recorder
         self.encoder, self.functions, self.toolbox = encoder, functions, toolbox
@@ -372,8 +366,7 @@ class SessionRunner:
             raise SessionError(str(error)) from None
 
     def rows(self, attempt: Attempt, ended: AttemptResult) -> list[SessionRow]:
-        """Return the rows of a session. A failed one has a row without fields, which is counted but not
-        trained on."""
+        """Return the rows of a session. A failed one has a row without fields, which is only counted."""
         prompt = attempt.prompt
         common = Tags(
             domain=prompt.domain,

@@ -91,8 +91,7 @@ class _StageRun:
         self._span.__exit__(kind, error, at)
 
     def columns(self) -> Columns:
-        read = self.role.store.get(self.batch, self.spec.reads) if self.spec.reads else {}
-        return Columns(self.name, read)
+        return Columns(self.name, self.role.store.get(self.batch, self.spec.reads) if self.spec.reads else {})
 
     def write(self, result: Any) -> Any:
         writes, report = result if isinstance(result, tuple) else (result, None)
@@ -106,10 +105,7 @@ class _StageRun:
 
 
 def stage_method(role: Any, name: str) -> Callable[[StepInfo], Any]:
-    """Return the role's method that is decorated as this stage.
-
-    Coroutines run on the process's event loop, for at most `role.stage_s` seconds.
-    """
+    """Return the role's method of this stage. Coroutines run for at most `role.stage_s` seconds."""
     for attribute in dir(type(role)):
         if getattr(getattr(type(role), attribute), "stage_name", None) == name:
             method = getattr(role, attribute)

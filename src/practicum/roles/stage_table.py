@@ -57,10 +57,8 @@ TABLE = (
 
 
 def make_plan(recipe: Recipe, traits: Traits | None = None) -> Plan:
-    """Return the plan of a recipe. Raise RecipeError if a stage reads a field that no stage writes.
-
-    `traits` overrides the student's traits from `model_traits`.
-    """
+    """Return the plan of a recipe. Raise RecipeError if a stage reads a field that no stage writes. `traits`
+    overrides the student's traits from `model_traits`."""
     traits = model_traits(recipe.model) if traits is None else traits
     plan = resolve(all_stages(recipe, traits), _why_unread(recipe))
     check_sides(plan := replace(plan, counts=recipe.counts, lag=recipe.rollout.lag))
@@ -74,10 +72,8 @@ def evaluation_plan(lag: int = 0) -> Plan:
 
 
 def ratio_source(recipe: Recipe) -> OldSource:
-    """Return the source of the denominator of the policy loss's ratio.
-
-    With own, the old logprobs are the update's detached logprobs, and none are stored.
-    """
+    """Return the source of the denominator of the policy loss's ratio. With own, the old logprobs are the
+    update's detached logprobs, and none are stored."""
     algorithm, train, loss = recipe.algorithm, recipe.train, loss_traits(recipe.algorithm.loss)
     if not (recipe.has_policy_loss and loss.ratio):
         return "own"

@@ -51,11 +51,7 @@ class UpdateReport:
 
 
 class StudentRole:
-    """The student's stages.
-
-    All ranks are called with the whole batch, including padding. Each rank reads its rows, and all return the
-    same report.
-    """
+    """The student's stages. Each rank reads its rows of the batch, and all return the same report."""
 
     def __init__(
         self,
@@ -72,8 +68,7 @@ class StudentRole:
         teachers: Mapping[str, int],
         route: Route,
     ) -> None:
-        """`temperature` is the rollout's, `old` the source of the ratio's denominator, `teachers` their
-        numbers."""
+        """`temperature` is the rollout's, `old` the ratio's denominator, `teachers` their numbers."""
         self.plan, self.store, self.watch, self.recorder = plan, store, watch, recorder
         self.learner, self.reference, self._temperature = learner, reference, temperature
         self.parallel, self.cutter = learner.parallel, cutter
@@ -86,8 +81,7 @@ class StudentRole:
     def old_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
         """Return the student's logprobs before this step's update, at the rollout's temperature."""
         at, extras = self._temperature, RowExtras.of(columns)
-        logprobs = self.learner.scorer.logprobs(*ids_of(columns), temperature=at, extras=extras)
-        return {"old_logprobs": logprobs}
+        return {"old_logprobs": self.learner.scorer.logprobs(*ids_of(columns), temperature=at, extras=extras)}
 
     @stage("ref_logprobs", rows=rank_share)
     def ref_logprobs(self, batch: BatchRef, columns: Columns, step: StepInfo) -> dict[str, Column]:
@@ -241,10 +235,8 @@ class StudentRole:
         first: bool,
         stale: bool,
     ) -> None:
-        """Raise on invalid numbers of an optimizer step, before the weights change.
-
-        `new_pairs` are the pairs of teacher and domain in the first step of a run, otherwise none.
-        """
+        """Raise on invalid numbers of an optimizer step, before the weights change. `new_pairs` are the pairs
+        of teacher and domain in the first step of a run, otherwise none."""
         for number, (teacher, _) in enumerate(new_pairs):
             sums = self.learner.by_group.sums.get(number, {})
             if "shared_mass" in sums and sums["coverage"]:

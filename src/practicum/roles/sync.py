@@ -72,8 +72,7 @@ class SyncProbe:
         return self._watch.looks_at("fingerprint")
 
     def check(self, found: Sequence[Sequence[float]], learner: Callable[[int], Sequence[float]]) -> None:
-        """Check fingerprints of engines. `learner` returns its fingerprint of a sequence of this many
-        tokens."""
+        """Check fingerprints of engines. `learner` returns its own for a sequence of this many tokens."""
         lengths = {len(fingerprint) + 1 for fingerprint in found}
         expected = {length: learner(length) for length in sorted(lengths)}
         self.length = max(lengths)

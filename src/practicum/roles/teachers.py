@@ -136,10 +136,7 @@ class TeacherRole:
         return replace(parts[0], logprobs=logprobs_R, hidden=hidden_RH)
 
     def logprobs_by(self, name: str, batch: BatchRef, columns: Columns, step: StepInfo) -> Ragged:
-        """Return a teacher's logprobs of the tokens of any rows, for custom stages.
-
-        `columns` has their prompt_ids and response_ids.
-        """
+        """Return a teacher's logprobs of any rows' tokens, for custom stages."""
         tags = tuple(replace(tags, teacher=name) for tags in batch.tags)
         asked, aligned = self._rows(replace(batch, tags=tags), columns, step.prompts, tops=False)
         if aligned:
@@ -238,10 +235,7 @@ class TeacherRole:
     def _rows(
         self, batch: BatchRef, columns: Columns, prompts: Mapping[Key, Prompt], *, tops: bool = True
     ) -> tuple[dict[tuple[int, str], ScoreRequest], dict[int, Alignment]]:
-        """Return the requests to each teacher for each row, and alignments of rows with another tokenizer.
-
-        A product or mixture has several teachers.
-        """
+        """Return the requests to each teacher (parts of a product too) for each row, and rows' alignments."""
         top_rows = self._tops(columns, len(batch)) if tops else [None] * len(batch)
         aligned: dict[int, Alignment] = {}
         ids = (columns.ragged(name).rows for name in ("prompt_ids", "response_ids"))
@@ -254,8 +248,7 @@ class TeacherRole:
                     text = before_text(teacher, prompts[key])
                     before = self.tokenizer.encode(text, add_special_tokens=False)
                 if (shared := self.shared.get(name)) is not None:
-                    answer = response.tolist()
-                    found = shared.request(prompts[key], text, answer, top_rows[i], str(key))
+                    found = shared.request(prompts[key], text, response.tolist(), top_rows[i], str(key))
                     rows[i, name], aligned[i] = found
                     continue
                 sequence = [*before, *prompt.tolist(), *response.tolist()]
@@ -266,8 +259,7 @@ class TeacherRole:
 
     def _tops(self, columns: Columns, count: int) -> Sequence[Tensor | None]:
         """Return the student's most likely tokens of each row, if they are compared."""
-        known = "rollout_topk_ids" in columns
-        return columns.ragged("rollout_topk_ids").rows if known else [None] * count
+        return columns.ragged("rollout_topk_ids").rows if "rollout_topk_ids" in columns else [None] * count
 
     def _options(self, name: str) -> ScoreOptions:
         """Return the options of a request to a teacher. A teacher with another tokenizer has none."""

@@ -261,8 +261,7 @@ class LocalRoles:
 
     def describe(self) -> list[str]:
         teachers = [] if self.frozen.teachers is None else self.frozen.teachers.scorers.values()
-        scorers = [scorer for teacher in teachers for scorer in teacher.scorers]
-        return describe_engines(self.engine, *scorers)
+        return describe_engines(self.engine, *[scorer for teacher in teachers for scorer in teacher.scorers])
 
     def _engine_weights(self) -> tuple[Weights, int]:
         learner = self.rank.student.learner

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from practicum import devices
-
 
 def seed_generators(seed: int) -> None:
     """Seed the global generators with the run's seed."""
@@ -29,14 +27,14 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
-        **devices.random_states(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore a state that `random_state` returned."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    devices.set_random_states(state)
+    if state.get("cuda") and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

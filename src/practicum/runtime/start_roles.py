@@ -114,11 +114,7 @@ class Roles(Protocol):
 def start_roles(
     recipe: Recipe, plan: Plan, watch: Watch, record: RecordPlace | None = None, folder: Path | None = None
 ) -> Roles:
-    """Start all roles in the recipe's runtime. If that fails, stop those that were started.
-
-    With `record`, whoever holds rows that are recorded writes them there. `folder` is the run's, which every
-    host must see.
-    """
+    """Start all roles in the recipe's runtime; if that fails, nothing stays behind."""
     if recipe.runtime.kind == "local":
         return start_local(recipe, plan, watch, record)
     set_environment(recipe.runtime)

@@ -1,4 +1,4 @@
-"""/v1/completions of the scoring server: the subset of vLLM's endpoint that scores prompts.
+"""The scoring server, over any engine: the subset of vLLM's /v1/completions that scores prompts.
 
 Text prompts, streams and responses of more than one token are not supported. Unknown keys are ignored, as
 in vLLM.
@@ -7,16 +7,22 @@ in vLLM.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, FailFast, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from practicum.engines.protocol import Engine, ScoreOptions, ScoreRequest, Scores
-from practicum.processes.http_server import Refusal
+from practicum.processes.http_server import Refusal, json_response, make_app, read_body, sent_key
 from practicum.teachers.prompt_logprobs import KEY, pack
 from practicum.user_code import shorten
 
@@ -51,10 +57,7 @@ class Completion(BaseModel):
 
 
 class RequestScorer:
-    """Scores prompts by an engine, which batches concurrent requests.
-
-    `adapters` maps names of further models to the engine's adapters.
-    """
+    """Scores prompts by an engine. `adapters` maps names of further models to the engine's adapters."""
 
     def __init__(
         self,
@@ -123,8 +126,7 @@ class RequestScorer:
         return await self.engine.score(row, ScoreOptions(max(k or 0, request.max_tokens)))
 
     def _response(self, request: Completion, scores: Scores | None) -> Any:
-        """Return packed scores if requested, else vLLM's format with a hint that packed scores are
-        available."""
+        """Return packed scores if requested, else vLLM's format with a hint that these exist."""
         ids, k, new_ids = request.prompt, request.prompt_logprobs, []
         response: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -156,10 +158,7 @@ class RequestScorer:
 
 
 def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
-    """Return scores of ids[1:] in vLLM's format: None for the first token, then entries by token id.
-
-    The prompt's token has rank k + 1 if it is not among the k most likely.
-    """
+    """Return scores of ids[1:] in vLLM's format; a token outside of the top k has rank k + 1."""
     entries: list[Any] = [None]
     best = (([], []) for _ in ids[1:])
     if k:
@@ -172,3 +171,42 @@ def prompt_logprobs(scores: Scores, ids: Sequence[int], k: int) -> list[Any]:
         entry |= {str(i): {"logprob": p, "rank": rank, "decoded_token": None} for rank, (i, p) in ranked}
         entries.append(entry)
     return entries
+
+
+def scoring_app(
+    scorer: RequestScorer, roots: Mapping[str, str], max_body: int, api_key: str | None = None
+) -> Starlette:
+    """Create the application, which closes the scorer's engine when it stops. `roots` maps model names to
+    folders. Requests have at most `max_body` bytes, and all except /health need the key."""
+    created = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        scorer.engine.close()
+
+    def check_key(request: Request) -> None:
+        if api_key is not None and not hmac.compare_digest(sent_key(request).encode(), api_key.encode()):
+            raise Refusal(401, "the key is missing or wrong: send it as `Authorization: Bearer KEY`")
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    async def models(request: Request) -> Response:
+        check_key(request)
+        entry = {"object": "model", "created": created, "owned_by": "practicum"}
+        entry["max_model_len"] = scorer.context
+        data = [
+            {"id": name, **entry, "root": root, "parent": None if name == scorer.name else scorer.name}
+            for name, root in roots.items()
+        ]
+        return json_response({"object": "list", "data": data})
+
+    async def completions(request: Request) -> Response:
+        check_key(request)
+        body = await read_body(request, max_body, " (see --max-body-mb)")
+        return Response(await scorer.complete(body), media_type="application/json")
+
+    routes = [Route("/health", health), Route("/v1/models", models)]
+    routes.append(Route("/v1/completions", completions, methods=["POST"]))
+    return make_app(routes, lifespan=lifespan)

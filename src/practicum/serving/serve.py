@@ -24,8 +24,7 @@ from practicum.models.model_files import must_read, read_config
 from practicum.processes.http_server import CONNECTIONS, make_server
 from practicum.recipe.schema.recipe import Model
 from practicum.recipe.schema.teacher_sections import Dtype
-from practicum.serving.app import scoring_app
-from practicum.serving.completions import RequestScorer
+from practicum.serving.completions import RequestScorer, scoring_app
 
 KEY_ENV = "PRACTICUM_API_KEY"
 _MIB = 1 << 20
@@ -93,8 +92,7 @@ def _serve(server: Resolved, bound: socket.socket, say: Callable[[str], None]) -
     spec = Model(path=options.model, dtype=server.dtype, device=server.device)
     model = load_model(spec, seed=0, key="MODEL")
     if server.adapters:
-        distinct = {saved.fingerprint: saved for saved in server.adapters.values()}
-        put_adapters(model, distinct, options.model)
+        put_adapters(model, {saved.fingerprint: saved for saved in server.adapters.values()}, options.model)
     adapters = {name: saved.fingerprint for name, saved in server.adapters.items()}
     engine = TorchEngine(model, slots=1, context=server.context)
     scorer = RequestScorer(engine, server.name, context=server.context, vocab=server.vocab, adapters=adapters)

@@ -211,10 +211,7 @@ async def single_turn(session: Session) -> None:
 
 
 async def tool_use(session: Session) -> None:
-    """Sample turns, each followed by the results of its tool calls. The turn without a call is the response.
-
-    Also ends after agent.turns turns or when the context is full.
-    """
+    """Sample turns and run their tool calls until a turn has none, agent.turns are over or it is full."""
     results: list[Message] = []
     for left in reversed(range(session.agent.turns)):
         turn = await session.generate(results or None)
@@ -226,10 +223,7 @@ async def tool_use(session: Session) -> None:
 
 
 async def answer_calls(session: Session, text: str) -> list[Message]:
-    """Run all tool calls of a turn concurrently, and return their results in order, one message each.
-
-    The result of a malformed call is the reason.
-    """
+    """Run all tool calls of a turn concurrently, and return a message with the result of each, in order."""
     tools = session.toolbox.tools if session.toolbox is not None else []
     calls = read_calls(text, session.agent.tool_call_format, tools)
     return await gather_all(_answer(session, call) for call in calls)
@@ -240,15 +234,11 @@ async def _answer(session: Session, call: Call | BadCall) -> Message:
         session.trajectory.tool_calls += 1
         session.trajectory.tool_errors += 1
         return tool_result("error", call.reason)
-    ran = await session.tool(call.name, call.arguments)
-    return tool_result(call.name, ran.text)
+    return tool_result(call.name, (await session.tool(call.name, call.arguments)).text)
 
 
 async def retry(session: Session) -> None:
-    """Sample up to agent.turns responses until the task's checker accepts one. The last one counts.
-
-    After a wrong response, the model only reads agent.message.
-    """
+    """Sample up to agent.turns responses, with agent.message between, until the checker accepts one."""
     if session.check is None:
         raise EngineError(f"agent loop retry needs a checker, and task {session.prompt.task} has none")
     turn = await session.generate()

@@ -31,10 +31,7 @@ THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class SessionStart:
-    """A prompt in the model's format. `messages` includes the system message and is None for plain text.
-
-    `tools` holds schemas for the chat template, and `options` its other arguments.
-    """
+    """A prompt in the model's format. `messages` is None for plain text, `options` are the template's."""
 
     ids: list[int]
     images: Images | None = None
@@ -45,10 +42,7 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTurn:
-    """The open turn: the model's text, and the text of its stop token if it had one.
-
-    `thought` is the opening tag of a thought, if the chat template writes it before the turn.
-    """
+    """The open turn: its text, its stop token's, and the tag of a thought that the template opened."""
 
     content: str = ""
     end: str = ""

@@ -23,10 +23,7 @@ Demonstrator = Callable[[Prompt, list[Message]], str]
 
 
 class DemonstratorPolicy:
-    """Turns of an SFT example, written from the prompt and the conversation so far. Each ends with the EOS.
-
-    An agent loop with this policy returns tokens to train on that were not sampled.
-    """
+    """Turns of an SFT example, which were not sampled and end with the EOS, in place of a model's."""
 
     def __init__(self, demonstrator: Demonstrator, tokenizer: PreTrainedTokenizerBase) -> None:
         if not isinstance(tokenizer.eos_token_id, int):
@@ -47,10 +44,7 @@ class DemonstratorPolicy:
 
 
 def make_demonstrator(agent: Agent, toolbox: Toolbox) -> Demonstrator:
-    """Return a demonstrator that uses the calculator if the agent has one, in the agent's call format.
-
-    Without a calculator, and on rows of files, it responds directly.
-    """
+    """Return a demonstrator that uses the calculator, in the agent's call format, if the agent has one."""
     if CALCULATOR.name not in {tool.name for tool in toolbox.tools}:
         return lambda prompt, _: demonstration(prompt)
 

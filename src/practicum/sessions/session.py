@@ -90,7 +90,10 @@ class Trajectory:
     """Experts of the first n tokens [n, L, E]. Later tokens were never an input."""
 
     def add_sampled(self, generation: Generation) -> None:
-        self._merge_experts(generation.experts)
+        if self.experts is None or generation.experts is None:
+            self.experts = generation.experts
+        else:  # a sampled token keeps the experts it had when sampled
+            self.experts = torch.cat([self.experts, generation.experts[len(self.experts) :]])
         first = generation.version_min
         numbers = generation.tokens, True, generation.logprobs, generation.plain_logprobs
         self.pieces.append(TokenSpan(*numbers, version=first, topk_ids=generation.topk_ids))
@@ -158,18 +161,10 @@ class Trajectory:
             tops = [x if p.topk_ids is None else p.topk_ids for p, x in zip(pieces, given, strict=True)]
             columns["rollout_topk_ids"] = torch.cat(tops)
         if self.experts is not None:
-            missing = len(self) - len(self.experts)
             columns["routed_experts"] = torch.cat(
-                [self.experts, self.experts.new_zeros(missing, *self.experts.shape[1:])]
+                [self.experts, self.experts.new_zeros(len(self) - len(self.experts), *self.experts.shape[1:])]
             )
         return columns
-
-    def _merge_experts(self, experts: Tensor | None) -> None:
-        """Add experts of new tokens. A sampled token keeps the experts it had when sampled."""
-        if self.experts is None or experts is None:
-            self.experts = experts
-        else:
-            self.experts = torch.cat([self.experts, experts[len(self.experts) :]])
 
 
 class Policy(Protocol):
@@ -377,10 +372,7 @@ class Session:
         return ran
 
     def fork(self) -> Session:
-        """Return another session that continues from here. Its trajectories also belong to this one.
-
-        All tokens so far are the prompt of its first trajectory. They are trained where they were sampled.
-        """
+        """Return another session that continues from here. Its trajectories also belong to this one."""
         now = self.trajectory
         return self.branch(
             len(self._forks), Trajectory(now.ids(), now.images, list(now.messages), now.turn_start)
@@ -389,10 +381,7 @@ class Session:
     def branch(
         self, name: int, trajectory: Trajectory | None = None, start: SessionStart | None = None
     ) -> Session:
-        """Return another session, like `fork`, that continues a trajectory or has none yet.
-
-        Its randomness depends on the name. `start` overrides tools and template options.
-        """
+        """Return another session, like `fork`, that continues a trajectory or has none yet."""
         branch = copy(self)
         branch.__dict__.pop("_format", None)
         branch.start = start or self.start
@@ -466,8 +455,7 @@ class Session:
         return WrittenTurn(*texts, thought=self._format.thought)
 
     def _cut(self, generation: Generation, stop_texts: Collection[str], before: int) -> Generation:
-        """Cut the generation after the token that completes a stop text. This does not change earlier
-        tokens."""
+        """Cut the generation after the token that completes a stop text."""
 
         def stops(count: int) -> bool:
             text = read(self.tokenizer, generation.tokens[:count].tolist(), specials=False)

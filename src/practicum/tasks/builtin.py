@@ -31,8 +31,7 @@ def _options(about: str, length: tuple[int, int] = (4, 8), letters: int = 26) ->
 
 
 def _word(draws: Draws, settings: Settings) -> str:
-    alphabet = ascii_lowercase[: settings.whole("letters")]
-    return draws.text(alphabet, draws.between(*settings.span("length")))
+    return draws.text(ascii_lowercase[: settings.whole("letters")], draws.between(*settings.span("length")))
 
 
 def _changed_word(name: str, about: str, letters: str, change: Callable[[str], str]) -> Procedural:
@@ -94,10 +93,7 @@ def _make_countdown(draws: Draws, settings: Settings) -> Example:
 
 
 SORT = Procedural(
-    "sort",
-    "Put digits in rising order.",
-    {"length": Option((4, 8), 1, 1000, "Digits to sort.")},
-    _make_sort,
+    "sort", "Put digits in rising order.", {"length": Option((4, 8), 1, 1000, "Digits to sort.")}, _make_sort
 )
 ADD = Procedural(
     "add",

@@ -37,10 +37,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A description of a small image: shapes that do not overlap on a grey background.
-
-    With sorted shapes, equal images have equal descriptions.
-    """
+    """A small image: shapes that do not overlap on grey, sorted so that equal images are equal."""
 
     width: int
     height: int

@@ -20,10 +20,7 @@ _ATTEMPTS = 4096
 
 
 class Example(NamedTuple):
-    """A prompt with its images, and its only correct answer.
-
-    With `direct`, the SFT example of a tool task answers without the tool.
-    """
+    """A prompt with its images and answer. With `direct`, its SFT example answers without the tool."""
 
     prompt: str
     answer: str
@@ -56,8 +53,7 @@ class Option:
         are_whole = all(type(end) is int and self.least <= end <= self.most for end in ends)
         if len(ends) not in (1, 2) or not are_whole or ends[0] > ends[-1]:
             shape = "[min, max] or an integer" if is_span else "an integer"
-            expected = f"{shape} between {self.least} and {self.most}"
-            raise RecipeError(path, repr(value), expected, self.about)
+            raise RecipeError(path, repr(value), f"{shape} between {self.least} and {self.most}", self.about)
         return (ends[0], ends[-1]) if is_span else ends[0]
 
 

@@ -107,9 +107,7 @@ class RowSource:
 
     def content(self, index: int, row: Mapping[str, Any]) -> Content:
         """Return the content of a valid row's prompt. Image paths are relative to the folder of its file.
-
-        Images precede a string prompt, and fill the image parts of messages.
-        """
+        Images precede a string prompt, and fill the image parts of messages."""
         prompt, paths = row[self.reader.prompt], row.get(IMAGES) or []
         if isinstance(prompt, str) and not paths:
             return prompt
@@ -194,10 +192,7 @@ class RowSource:
 
 
 def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -> RowSource:
-    """Open the rows at a location with the settings of this task. Of a stream, the first ones.
-
-    Checks them once per process and version of the data.
-    """
+    """Open the rows at a location, and check them once per process and version of the data."""
     source = find_rows(name, task, at)
     source.check(needs_answer)
     return source
@@ -205,8 +200,7 @@ def open_rows(name: str, task: Task, at: Location, needs_answer: bool = False) -
 
 def find_rows(name: str, task: Task, at: Location) -> RowSource:
     """Return the rows at a location, possibly unchecked."""
-    reader = RowReader(name, task.prompt, task.answer, task.map, task.domain)
-    return _opened(at, at.versions(), reader)
+    return _opened(at, at.versions(), RowReader(name, task.prompt, task.answer, task.map, task.domain))
 
 
 @lru_cache(8)

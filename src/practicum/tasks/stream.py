@@ -1,12 +1,15 @@
 """The prompt stream: prompt n is a pure function of the recipe's tasks, the seed and n.
 
-Resuming needs only a position, and every prompt names the epoch and row of its task.
+Resuming needs only a position, and every prompt names the epoch and row of its task. Tasks take turns in a
+fixed cycle (`Mixture`), and each epoch of rows has its own order (`shuffled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, isqrt, lcm
 from typing import Any, Protocol
 
 from practicum.errors import PracticumError, RecipeError
@@ -14,13 +17,14 @@ from practicum.recipe.schema.recipe import Task
 from practicum.tasks.builtin import bind
 from practicum.tasks.draws import mix
 from practicum.tasks.procedural import BuiltinTask, Split
-from practicum.tasks.prompt_order import Mixture, shuffled
 from practicum.tasks.prompts import Prompt
 from practicum.tasks.rows import IMAGES, RowSource, open_rows
 from practicum.tasks.tables import eval_location, train_location
 
 LeftOut = Mapping[str, frozenset[int]]
 """Skipped rows by location."""
+_MOST_PLACES = 1000
+_ROUNDS = 8
 
 
 class Source(Protocol):
@@ -109,17 +113,13 @@ class PromptStream:
 
 
 def make_stream(
-    tasks: Mapping[str, Task],
-    seed: int,
-    needs_answer: Collection[str] = (),
-    left_out: LeftOut | None = None,
+    tasks: Mapping[str, Task], seed: int, needs_answer: Collection[str] = (), left_out: LeftOut | None = None
 ) -> PromptStream:
     """Return the stream of a recipe's tasks. Rows of tasks in `needs_answer` must have an answer."""
     sources: list[Source] = []
     for name, task in tasks.items():
         if task.kind is not None:
-            bound = bind(name, task.kind, task.options)
-            sources.append(BuiltinSource(bound, task.domain, seed, "train"))
+            sources.append(BuiltinSource(bind(name, task.kind, task.options), task.domain, seed, "train"))
             continue
         at = train_location(task)
         if at is None:
@@ -156,11 +156,74 @@ def _distinct(source: BuiltinSource, rows: int) -> list[int]:
     for index in range(20 * rows):
         if len(first_of_key) == rows:
             break
-        example = source.task.example(source.seed, source.split, index)
-        first_of_key.setdefault(example.key, index)
+        first_of_key.setdefault(source.task.example(source.seed, source.split, index).key, index)
     return list(first_of_key.values())
 
 
 def used_rows(source: RowSource, left_out: LeftOut) -> Sequence[int]:
     without = left_out.get(source.name)
     return [i for i in range(len(source)) if i not in without] if without else range(len(source))
+
+
+class Mixture:
+    """Maps a position of the stream to a task and a prompt of that task."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float], seed: int) -> None:
+        self.counts = share_places(weights)
+        self._pattern = _spread(names, self.counts, seed)
+        seen = [0] * len(self.counts)
+        self._ranks: list[int] = []
+        for task in self._pattern:
+            self._ranks.append(seen[task])
+            seen[task] += 1
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the number of the task at a position, and the index within the task, without gaps."""
+        cycle, place = divmod(position, len(self._pattern))
+        task = self._pattern[place]
+        return task, cycle * self.counts[task] + self._ranks[place]
+
+
+def share_places(weights: Sequence[float]) -> list[int]:
+    """Return each task's places in one cycle: exact if at most 1000 do, else by largest remainder."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    unit = lcm(*(share.denominator for share in exact))
+    whole = [int(share * unit) for share in exact]
+    whole = [count // gcd(*whole) for count in whole]
+    if sum(whole) <= _MOST_PLACES:
+        return whole
+    places = max(_MOST_PLACES, len(weights))
+    exact_places = [share * places / sum(exact) for share in exact]
+    counts = [max(1, int(share)) for share in exact_places]
+    while (missing := places - sum(counts)) != 0:
+        step = 1 if missing > 0 else -1
+        movable = [i for i, count in enumerate(counts) if step > 0 or count > 1]
+        furthest = max(movable, key=lambda i: step * (exact_places[i] - counts[i]))
+        counts[furthest] += step
+    return counts
+
+
+def _spread(names: Sequence[str], counts: Sequence[int], seed: int) -> list[int]:
+    """Return a cycle with each task's places at equal distances from a seeded start, for balanced batches."""
+    slots = []
+    for task, (name, count) in enumerate(zip(names, counts, strict=True)):
+        start = Fraction(mix(seed, "mixture", name), 1 << 64)
+        slots.extend(((rank + start) / count, task) for rank in range(count))
+    return [task for _, task in sorted(slots)]
+
+
+def shuffled(index: int, size: int, *key: int | str) -> int:
+    """Return the item at `index` of range(size) in an order that the key chooses, in constant time.
+
+    A Feistel network on a grid of about size cells (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002). A result outside range(size) is sent through again until it is inside.
+    """
+    a = isqrt(size - 1) + 1
+    b = -(-size // a)
+    while True:
+        right, left = divmod(index, a)  # left < a, right < b
+        for turn in range(_ROUNDS):
+            left, right = right, (left + mix(turn, right, *key)) % (b if turn % 2 else a)
+        index = right * a + left
+        if index < size:
+            return index

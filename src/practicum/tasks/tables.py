@@ -70,10 +70,8 @@ class Table:
 
 
 class _JsonLines:
-    """Rows of a JSONL file, read on demand. Blank lines and a byte-order mark are ignored.
-
-    The file is opened for each read, which detects changes, while a memory map would crash the process.
-    """
+    """Rows of a JSONL file, read on demand. Blank lines and a byte-order mark are ignored. The file is opened
+    for each read, which detects changes, while a memory map would crash the process."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._stamp = path, _stamp(path)
@@ -278,8 +276,7 @@ def load_dataset(at: Location, key: str) -> Any:
         if is_folder and any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved = datasets.load_from_disk(folder)
             return saved[at.split] if isinstance(saved, dict) else saved
-        path = str(folder) if is_folder else at.dataset
-        return datasets.load_dataset(path, at.subset, split=at.split)
+        return datasets.load_dataset(str(folder) if is_folder else at.dataset, at.subset, split=at.split)
     except Exception as error:  # the library raises many types, and each means that it has no such data
         if unreachable and isinstance(error, OSError):
             raise not_found(key, at.dataset, "dataset") from None

@@ -55,10 +55,8 @@ class Teachers:
 
     @property
     def width(self) -> int:
-        """Hidden size of the widest teacher, to which hidden states are padded.
-
-        For a product, the hidden states of its teachers are concatenated.
-        """
+        """Hidden size of the widest teacher, to which hidden states are padded. For a product, the hidden
+        states of its teachers are concatenated."""
         widths = {name: head.weight.shape[1] for name, head in self.heads.items()}
         products = [sum(widths[part] for part in target) for target in self.targets.values()]
         return max([*widths.values(), *products] if widths else [self.least_width])
@@ -155,10 +153,8 @@ def make_group(
     seed: int,
     student: PreTrainedModel | None = None,
 ) -> TeacherGroup:
-    """Create a group of teachers that share a model. `source` has the student's settings.
-
-    `student` is needed for copies of it and for sharing its base.
-    """
+    """Create a group of teachers that share a model. `source` has the student's settings. `student` is needed
+    for copies of it and for sharing its base."""
     name, first = next(iter(specs.items()))
     adapters = {
         name: SavedAdapter.read(spec.adapter, f"teachers.{name}.adapter")

@@ -23,10 +23,8 @@ class RoutingError(DataError):
 
 
 def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: int) -> str:
-    """Return the teacher of a prompt, which depends only on recipe, seed and prompt.
-
-    A single teacher takes every prompt. Among several with weights, one is drawn by (seed, prompt.uid).
-    """
+    """Return the teacher of a prompt, which depends only on recipe, seed and prompt. A single teacher takes
+    every prompt. Among several with weights, one is drawn by (seed, prompt.uid)."""
     if len(teachers) == 1:
         return next(iter(teachers))
     value = routed_value(prompt, route)
@@ -52,8 +50,7 @@ def routed_value(prompt: Prompt, route: Route) -> str:
 def before_text(teacher: Teacher, prompt: Prompt) -> str:
     """Return the teacher's prompt prefix, filled in from the prompt's row, or ""."""
     text = teacher.prompt_prefix or ""
-    values = {field: _field(prompt, field) for field in fields_of(text)}
-    return encodable(fill(text, values))
+    return encodable(fill(text, {field: _field(prompt, field) for field in fields_of(text)}))
 
 
 def _draw(weights: Mapping[str, float], seed: int, uid: int) -> str:

@@ -23,6 +23,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 from practicum.dataplane.fields import NO_MATCH, NUMERAL, SHARED_TOKEN
 from practicum.engines.protocol import ScoreRequest, Scores
 from practicum.errors import RecipeError, TeacherError
+from practicum.observe.text import BYTE_LETTERS
 from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.prompts import Encoder, Prompt
@@ -38,10 +39,8 @@ _SPACE, _ANSWER = "\u2581", "xyzzy"
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the bytes of each token. Special tokens have none.
-
-    Supports byte-level, SentencePiece and plain-text vocabularies. Raise RecipeError for others.
-    """
+    """Return the bytes of each token. Special tokens have none. Supports byte-level, SentencePiece and
+    plain-text vocabularies. Raise RecipeError for others."""
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
     if "WordPiece" in decoder or "BPEDecoder" in decoder:
@@ -55,7 +54,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         if token in added:
             found[number] = token.encode()
         elif "ByteLevel" in decoder:
-            found[number] = bytes(_BYTES.get(c, 0) for c in token) if _BYTES.keys() >= set(token) else b""
+            found[number] = (
+                bytes(BYTE_LETTERS[c] for c in token) if BYTE_LETTERS.keys() >= set(token) else b""
+            )
         elif "ByteFallback" in decoder and len(token) == 6 and token.startswith("<0x"):
             found[number] = bytes([int(token[3:5], 16)])
         else:
@@ -80,16 +81,6 @@ def special_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 def _added(tokenizer: PreTrainedTokenizerBase) -> list[AddedToken]:
     return list(tokenizer.added_tokens_decoder.values())  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of byte-level vocabularies, which write other bytes from U+0100 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +146,8 @@ class SharedTokens:
         return not compare_vocabularies(self.student, self.teacher, "", chat=chat)
 
     def align(self, response: Sequence[int]) -> Alignment:
-        """Return the alignment of an answer, up to a special token or a character that is cut.
-
-        The tokens that end an answer are a pair, if all that precedes is aligned.
-        """
+        """Return the alignment of an answer, up to a special token or a character that is cut. The tokens
+        that end an answer are a pair, if all that precedes is aligned."""
         own = [self._own[i] for i in response]
         until = next((i for i, part in enumerate(own) if not part), len(own))
         whole = b"".join(own[:until])
@@ -238,10 +227,8 @@ class SharedTokens:
         return torch.tensor(kept, dtype=torch.int64).reshape(tokens_NK.shape)
 
     def _would_join(self, first: int, second: int) -> bool:
-        """Return True if the teacher's tokenizer never writes these two tokens one after the other.
-
-        Adjacent pairs decide which sequences of tokens BPE can write.
-        """
+        """Return True if the teacher's tokenizer never writes these two tokens one after the other. Adjacent
+        pairs decide which sequences of tokens BPE can write."""
         try:
             alone = self._theirs[first].decode()
             both = (self._theirs[first] + self._theirs[second]).decode()
@@ -251,10 +238,8 @@ class SharedTokens:
         return is_text and self._tokenise(alone) == [first] and self._tokenise(both)[:-1] != [first]
 
     def scores(self, found: Alignment, scores: Scores, length: int, top_RK: Tensor | None) -> Scores:
-        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none.
-
-        The last position of a mismatched chunk has the logprob of the whole chunk, the others 0.
-        """
+        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none. The
+        last position of a mismatched chunk has the logprob of the whole chunk, the others 0."""
         mine, theirs = found.pairs.unbind(1)
         logprobs_R = torch.zeros(length)
         logprobs_R[mine] = scores.logprobs[theirs]

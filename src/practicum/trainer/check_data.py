@@ -23,10 +23,9 @@ from practicum.sessions.chat import Chat, SessionStart, make_encoder, tokenise
 from practicum.sessions.tools.toolbox import Toolbox
 from practicum.tasks.builtin import TASKS, find_kind
 from practicum.tasks.messages import user
-from practicum.tasks.prompt_order import share_places
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.tasks.rows import RowSource, find_rows
-from practicum.tasks.stream import eval_prompts, make_stream
+from practicum.tasks.stream import eval_prompts, make_stream, share_places
 from practicum.tasks.tables import eval_location, train_location
 from practicum.user_code import shorten
 
@@ -56,8 +55,7 @@ class DataReport:
 
 
 def check_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, context: int) -> DataReport:
-    """Check tasks, reward functions and rows. Raise RecipeErrors for mistakes, then DataError for bad
-    rows."""
+    """Check tasks, reward functions and rows. Raise RecipeErrors for mistakes, else DataError for rows."""
     report = DataReport(0 if recipe.demonstrates else recipe.rollout.max_new_tokens)
     problems: list[RecipeError] = []
     faults: list[str] = []
@@ -218,8 +216,7 @@ class _TaskCheck:
 def tokenizer_problems(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab: int | None, *, uses_chat: bool
 ) -> Iterator[RecipeError]:
-    """Yield mismatches of recipe, tokenizer and model. `vocab` is the number of the model's embeddings, if
-    known."""
+    """Yield mismatches of recipe, tokenizer and model. `vocab` is the number of embeddings, if known."""
     width, unknown, rollout = vocab or len(tokenizer), tokenizer.unk_token_id, recipe.rollout
     if missing := _without_embedding(tokenizer, width):
         shown = ", ".join(map(repr, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")

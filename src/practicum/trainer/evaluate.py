@@ -81,16 +81,12 @@ def evaluate(
 def evaluate_recipe(
     loaded: LoadedRecipe, model: str | None = None, *, quiet: bool = False, answers: Path | None = None
 ) -> dict[str, float]:
-    """Evaluate the recipe's model (or `model`) on its held-out prompts, and print a table unless `quiet`.
-
-    The responses are written to the JSONL file `answers`.
-    """
+    """Evaluate the recipe's model (or `model`), print a table unless `quiet`, write `answers` to JSONL."""
     console = Console(quiet=quiet)
     if model is not None:
         loaded = replace(loaded, recipe=with_model(loaded.recipe, model))
     elif RunFolder(trained := folder_of(loaded.recipe)).is_used:
-        hint = f"the recipe's initial model; use --model {trained} for the trained one"
-        say(hint, console)
+        say(f"the recipe's initial model; use --model {trained} for the trained one", console)
     loaded, taken = resolve_models(loaded)
     for sentence in taken:
         say(sentence, console)
@@ -129,10 +125,7 @@ def evaluate_model(recipe: Recipe, model: Path | None = None) -> Evaluation:
 def sample_model(
     recipe: Recipe, prompts: Sequence[str], task: str | None = None, *, greedy: bool
 ) -> list[str]:
-    """Return the model's response to each prompt, as text, in a session of the recipe's loop.
-
-    The prompts are read as those of `task`, by default the first one. Nothing is scored.
-    """
+    """Return the model's response to each prompt of `task`, as text, in a session of the recipe's loop."""
     names = list(recipe.tasks)
     if (name := task or names[0]) not in names:
         raise PracticumError(f"task {name}: the recipe has {', '.join(names)}")

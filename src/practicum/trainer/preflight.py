@@ -123,8 +123,7 @@ def check_without_models(recipe: Recipe) -> Preflight:
     context = recipe.rollout.context_for(model_context)
     if model_context is not None and context > model_context:
         expected = f"at most the model's context of {model_context}"
-        problem = RecipeError("rollout.context", f"{context}", expected)
-        raise RecipeErrors(f"recipe {recipe.name}", [problem])
+        raise RecipeErrors(f"recipe {recipe.name}", [RecipeError("rollout.context", f"{context}", expected)])
     data = check_data(recipe, tokenizer, context)
     findings += data.findings
     if problems := list(tokenizer_problems(recipe, tokenizer, vocab, uses_chat=data.uses_chat)):
@@ -210,10 +209,7 @@ def require_extras(recipe: Recipe) -> None:
 
 
 def known_traits(model: Model) -> Traits:
-    """Return the student's traits from its config, local or on the hub. Other checks report a broken config.
-
-    `moe` is set only if experts can be recorded and replayed.
-    """
+    """Return the student's traits from its config. `moe` means experts that can be replayed."""
     try:
         if model.path is None:
             return model_traits(model)

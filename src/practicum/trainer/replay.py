@@ -138,8 +138,7 @@ def _recipe_at(folder: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _changed(resolved: dict[str, Any], overrides: Sequence[str], notes: list[str]) -> Recipe:
-    """Return the recipe with overrides. Run values that conflict with them are reset and listed in
-    `notes`."""
+    """Return the recipe with overrides. Values that conflict with them are reset and listed in `notes`."""
     changed_keys = {text.partition("=")[0].strip() for text in overrides}
     for key in changed_keys:
         if not key.startswith(CHANGEABLE):
@@ -200,11 +199,8 @@ def _learn(
     recipe: Recipe, batch: _Batch, before: Path | None, notes: list[str], after: Path | None = None
 ) -> Replayed:
     """Run the learner's stages in this process, from the checkpoint `before` the step or the recipe's model.
-
-    `after` is the step's checkpoint. Violated checks are added to `notes` and do not stop the replay.
-    """
-    level = "off" if recipe.checks.level == "off" else "warn"
-    checks = recipe.checks.model_copy(update={"level": level})
+    `after` is the step's checkpoint. Violated checks are added to `notes` and do not stop the replay."""
+    checks = recipe.checks.model_copy(update={"level": "off" if recipe.checks.level == "off" else "warn"})
     runtime = recipe.runtime.model_copy(update={"kind": "local"})
     recipe = recipe.model_copy(update={"runtime": runtime, "checks": checks})
     set_threads(recipe.runtime.threads, sides=2 if recipe.rollout.lag else 1)
@@ -291,8 +287,7 @@ def replay_text(replayed: Replay) -> str:
     what = f"step {replayed.step}, repeated from {replayed.rows} recorded rows"
     if replayed.is_equal:
         weights = " and the weights of the checkpoint" if same.weights_equal else ""
-        numbers = f"all recorded columns, {len(same.metrics)} metrics{weights}"
-        lines.append(f"{what}: {numbers} are equal")
+        lines.append(f"{what}: all recorded columns, {len(same.metrics)} metrics{weights} are equal")
     else:
         lines.append(f"{what}: numbers differ")
         if (first := same.first) is not None:
@@ -308,8 +303,7 @@ def replay_text(replayed: Replay) -> str:
         one, two = same.metrics, other.metrics
         names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
         width = max(map(len, names), default=0)
-        header = f"{'metric':<{width}}  {'run':>12}  {'changed':>12}"
-        lines.append(header if names else "no metric changes")
+        lines.append(f"{'metric':<{width}}  {'run':>12}  {'changed':>12}" if names else "no metric changes")
         lines += [f"{n:<{width}}  {_number(one.get(n))}  {_number(two.get(n))}" for n in names]
     return "\n".join(lines)
 

@@ -52,7 +52,7 @@ from practicum.trainer.window import make_sampling
 LEDGER_WIDTH = 150
 """Width of the table of teachers, also if the output is not a terminal."""
 PROBED_STEPS = 10
-"""Runs of at least so many steps first compare teachers with the student, which costs about a step."""
+"""Least steps of a run that first compares teachers with the student, by three small rollouts for each."""
 OnStep = Callable[[dict[str, Any]], object]
 """Callback that receives each row of metrics.jsonl after it is written. If it returns True, the run ends."""
 
@@ -160,11 +160,8 @@ class Trainer:
         self._began = time.monotonic()
 
     def begin(self, changes: Sequence[Change] = (), findings: Sequence[str] = ()) -> None:
-        """Start writing to the folder, after all checks of the recipe.
-
-        A resumed run continues from its checkpoint, with `changes` to its recipe. `findings` are printed and
-        logged.
-        """
+        """Start writing to the folder, after all checks of the recipe. A resumed run continues from its
+        checkpoint, with `changes` to its recipe. `findings` are printed and logged."""
         first, steps = self.progress.step + 1, self.recipe.train.steps
         if self.checkpoint is None:
             self.folder.replace(resolved_yaml(self.recipe))
@@ -225,14 +222,15 @@ class Trainer:
         if progress.pending:
             self._complete_step()
         self.saver.mark(self.progress, self._elapsed())
+        before = progress.step
         while progress.step < self.recipe.train.steps and not (interrupt.asked or self._is_enough):
             score = (progress.last_eval or progress.first_eval).get("eval/greedy", -math.inf)
             if goal is not None and score >= goal:
                 break
             self._end_step(progress.step + 1, self.runner.step(progress.step + 1))
             self._complete_step()
-            if not gc.get_freeze_count():  # permanent objects, which later collections need not scan
-                gc.collect()
+            if progress.step == before + 1:  # permanent objects, which later collections need not scan
+                gc.collect(1)  # of the oldest objects, hardly any is garbage, and looking takes long
                 gc.freeze()
         if self.saver.checkpoints.steps()[-1:] != [progress.step]:
             self.saver.save()

@@ -83,8 +83,7 @@ class RunFolder:
         start = {"command": shlex.join(sys.orig_argv), "directory": str(Path.cwd()), "commits": commits}
         start |= {"pid": os.getpid(), "host": socket.gethostname(), "started": timestamp()}
         start |= dict.fromkeys(("ended", "outcome", "last_step"))
-        starts = [*read_versions(self.path).get("starts", []), start]
-        self._write(_MARKER, versions() | {"starts": starts})
+        self._write(_MARKER, versions() | {"starts": [*read_versions(self.path).get("starts", []), start]})
         self._has_started = True
 
     def note_end(self, outcome: str, step: int) -> None:
@@ -193,10 +192,7 @@ def require_possible(path: Path) -> None:
 
 @contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder. Raise PracticumError if another run holds the lock.
-
-    The system releases the lock when the process dies. An empty folder is removed on exit.
-    """
+    """Lock a run folder until the process ends. Raise PracticumError if another run holds the lock."""
     require_possible(folder)
     path = folder / ".lock"
     with _made(folder):

@@ -88,10 +88,8 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """Return the run of a folder, as `train` returned it, or its state so far.
-
-    It has no `failures` and no `signal`, which no file holds.
-    """
+    """Return the run of a folder, as `train` returned it, or as far as it is. It has no `failures` and no
+    `signal`, which no file holds."""
     folder = RunFolder(Path(path))
     if not folder.is_used:
         raise PracticumError(f"{path} is no run folder: name one that `train` wrote, such as runs/NAME")
@@ -268,8 +266,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> None:
     aside = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         student = checkpoint / "student"
-        weights = merge_checkpoint(student, read_weights(student), aside)
-        write_model(checkpoint / "model", weights, aside)
+        write_model(checkpoint / "model", merge_checkpoint(student, read_weights(student), aside), aside)
         step = json.loads((checkpoint / "progress.json").read_text())["step"]
         finish_export(aside, to, step, _saved_at(checkpoint))
     except PracticumError:

@@ -82,17 +82,13 @@ class SampledStep:
 
 
 def keep_groups(groups: Sequence[Group], filters: bool, on_failure: OnFailure = "keep_rest") -> list[Group]:
-    """Return the groups to train on: with unequal rewards if `filters`, without failed sessions if
-    required."""
+    """Return the groups to train on: of unequal rewards if `filters`, without failures if required."""
     drops = on_failure == "drop_group"
     return [g for g in groups if not (drops and g.has_failed) and not (filters and g.is_flat)]
 
 
 def take_groups(groups: Sequence[Group], count: int, partition: str) -> tuple[BatchRef, dict[int, float]]:
-    """Return the rows of the oldest `count` groups to train on, and rewards of greedy sessions by prompt.
-
-    The rows are complete and exclude baselines.
-    """
+    """Return the complete rows of the oldest `count` groups, and the greedy sessions' rewards by prompt."""
     oldest = sorted(groups, key=lambda group: group.prompt)[:count]
     rows = [row for group in oldest for row in group.rows]
     kept = [(k, t) for k, t in rows if t.status == "ready" and not t.is_baseline]

@@ -58,10 +58,8 @@ class StepSamples:
 
 
 class Failures:
-    """Counts failed sessions by reason, together if reasons differ only in numbers and quoted values.
-
-    `say` receives the first failure of each reason, `log` all failures, and each traceback once.
-    """
+    """Counts failed sessions by reason, together if reasons differ only in numbers and quoted values. `say`
+    receives the first failure of each reason, `log` all failures, and each traceback once."""
 
     def __init__(self, say: Callable[[str], None], log: Callable[[str], None]) -> None:
         self._say, self._log = say, log
@@ -110,10 +108,8 @@ def mean_by_name(named: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def choose_prompts(tasks: Mapping[int, str], count: int | None, turn: int = 0) -> set[int]:
-    """Return `count` of these prompts, or all if `count` is None. `tasks` has the task of each uid.
-
-    The tasks take turns in order of their names, starting with number `turn`. Prompts of a task are in order.
-    """
+    """Return `count` of these prompts, or all if `count` is None. `tasks` has the task of each uid. The tasks
+    take turns in order of their names, starting with number `turn`. Prompts of a task are in order."""
     by_task: dict[str, list[int]] = {}
     for prompt in sorted(tasks):
         by_task.setdefault(tasks[prompt], []).append(prompt)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from practicum.checks import invariants
 from practicum.checks.watch import Watch
@@ -26,22 +26,8 @@ from practicum.roles.student import UpdateReport
 from practicum.roles.teachers import prompts_read
 from practicum.runtime.start_roles import Roles
 from practicum.teachers.ledger import make_ledger
-from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTimer
-
-
-class Sampling(Protocol):
-    """The sampling side of steps: `StepSampler`, or `Window` if sampling runs ahead.
-
-    `begin` draws the first prompts of a step, in order of steps. `sample` returns when the step has a batch.
-    `move` reports the number of trained steps, whose rows are cleared. `stream_state` is the state before the
-    step's prompts.
-    """
-
-    def begin(self, number: int) -> SampledStep: ...
-    def sample(self, step: SampledStep) -> None: ...
-    def move(self, trained: int) -> None: ...
-    def stream_state(self, number: int) -> dict[str, int]: ...
-    def close(self) -> None: ...
+from practicum.trainer.sample_step import TRAIN, Metrics, SampledStep, StageTimer, StepSampler
+from practicum.trainer.window import Window
 
 
 class StepRunner:
@@ -52,7 +38,7 @@ class StepRunner:
         recipe: Recipe,
         plan: Plan,
         roles: Roles,
-        sampling: Sampling,
+        sampling: StepSampler | Window,
         watch: Watch,
         recorder: Recorder | None = None,
         *,
@@ -60,11 +46,8 @@ class StepRunner:
         on_rolled: Callable[[SampledStep], None] = lambda step: None,
         on_batch: Callable[[BatchRef], None] = lambda batch: None,
     ) -> None:
-        """`on_rolled` receives each step after sampling, even if sampling failed.
-
-        `on_batch` receives the batch before the first update, because a trained step can't be undone if it
-        raises.
-        """
+        """`on_rolled` receives each step after sampling, even if sampling failed. `on_batch` receives the
+        batch before the first update, because a trained step can't be undone if it raises."""
         self.recipe, self.plan, self.roles, self.sampling = recipe, plan, roles, sampling
         self.watch, self.recorder = watch, recorder
         self.on_stage, self.on_rolled, self.on_batch = on_stage, on_rolled, on_batch
@@ -88,8 +71,7 @@ class StepRunner:
 
         distill = self.recipe.distill
         shared = distill is not None and distill.signal == "shared"
-        known = sampled.rollout.prompts
-        prompts = prompts_read(self.recipe.teachers, sampled.batch, known, whole=shared)
+        prompts = prompts_read(self.recipe.teachers, sampled.batch, sampled.rollout.prompts, whole=shared)
         if any(stage.use for stage in self.plan):
             prompts = {key: sampled.rollout.prompts[key] for key in sampled.batch.keys}
         step = StepInfo(sampled.batch, number, sampled.baselines, prompts)
@@ -120,8 +102,7 @@ class StepRunner:
         return metrics | {"time/step": time.perf_counter() - began}
 
     def restore(self, learnt: int, window: Mapping[str, Any]) -> None:
-        """Continue after step `learnt`, with a checkpoint's state of later steps. The store holds their
-        rows."""
+        """Continue after step `learnt`, with a checkpoint's state of later steps, whose rows are stored."""
         done = {Key(*key) for key in window.get("done", [])}
         rewarded = {tuple(name) for name in window.get("rewarded", [])}
         held = self.roles.store.batch(TRAIN)

@@ -67,10 +67,7 @@ def parts_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def try_rewards(recipe: Recipe) -> list[str]:
-    """Score a made-up response to a prompt of each task. Raise RewardError if a function fails.
-
-    With reward.on_error skip, failures are only reported.
-    """
+    """Score a made-up response to a prompt of each task. Raise RewardError if a function fails."""
     rewards, findings = RewardFunctions(recipe.tasks, recipe.reward), []
     for name, task in recipe.tasks.items():
         specs = recipe.rewards_of(name)
@@ -171,9 +168,7 @@ def _try(
 
 def _fault(result: Any, name: str, given: Tensor) -> str | None:
     """Check that a result, or its attribute `name`, has one number for each of `given`, and describe a fault.
-
-    If `given` requires a gradient, the result must too.
-    """
+    If `given` requires a gradient, the result must too."""
     values, name = (getattr(result, name, None), name) if name else (result, "its result")
     if not isinstance(values, Tensor) or values.shape != given.shape or not values.is_floating_point():
         return f"{short_repr(values)} as {name} for a float tensor of shape {list(given.shape)}"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from practicum.models.tokenizer import make_tokenizer
 from practicum.observe.records.record_files import HEADER
-from practicum.observe.view.recorded_pages import TokenTexts, byte_table
+from practicum.observe.text import BYTE_LETTERS
+from practicum.observe.view.recorded_pages import TokenTexts
 from practicum.observe.view.run_tables import thin
 from practicum.observe.view.run_view import RunView
 from practicum.observe.view.web_app import to_json
@@ -98,13 +99,13 @@ def test_texts_of_tokens_show_every_byte(tmp_path: Path):
         ("<eos>", True),
     ]
     assert texts([10**6])[0]["text"] == "<1000000>"
-    assert sorted(byte_table().values()) == list(range(256))
+    assert sorted(BYTE_LETTERS.values()) == list(range(256))
 
 
 def test_parts_of_a_character_are_shown_as_bytes(tmp_path: Path):
     from tokenizers import Tokenizer, decoders, models
 
-    letters = {byte: letter for letter, byte in byte_table().items()}
+    letters = {byte: letter for letter, byte in BYTE_LETTERS.items()}
     pieces = ["é".encode()[:1], "é".encode()[1:], "é".encode(), b" x"]
     vocabulary = {"".join(letters[byte] for byte in piece): i for i, piece in enumerate(pieces)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=next(iter(vocabulary))))

@@ -173,13 +173,13 @@ def test_rows_are_sent_from_where_the_page_is(address: str):
 )
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, make: Any):
     make(tmp_path / "what")
-    with pytest.raises(PracticumError, match="no run in"):
+    with pytest.raises(PracticumError, match="no run found in"):
         find_runs([tmp_path / "what"])
 
 
 def test_runs_are_found_below_runs_and_named_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PracticumError, match="no run in runs"):
+    with pytest.raises(PracticumError, match="no run found in runs"):
         find_runs([])
     for name in ("a/student", "b/student", "c"):
         write_run(tmp_path / "runs" / name)

@@ -46,9 +46,7 @@ class Sampled:
 @dataclass
 class Writer:
     """Writes turns that depend on the counter alone: texts in odd tokenisations, random bytes, tool calls.
-
-    Every turn is kept, with logprobs that no other turn has.
-    """
+    Every turn is kept, with logprobs that no other turn has."""
 
     texts: Sequence[str] = ("ab a", f"so {CALL}", "<think>hm</think> ab", " b STOP c", f"{CALL}{CALL}", "")
     wait_s: float = 0.0

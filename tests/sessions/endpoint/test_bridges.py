@@ -78,9 +78,7 @@ def tokenizer_for(family: str) -> PreTrainedTokenizerFast:
 
 def continued(tokenizer: Any, text: str, new: list[Message]) -> tuple[list[int], list[int], Any]:
     """Return the prompt, the turn, and the tokens before the next turn; None if a trajectory opens for it.
-
-    The turn has the white space that the template writes. An error is its text.
-    """
+    The turn has the white space that the template writes. An error is its text."""
     tools = [{"type": "function", "function": TOOL}]
     session = session_of("1+2?", Scripted([]), tokenizer, chat=True, tools=tools)
     prompt = list(session.trajectory.prompt_ids)

@@ -15,13 +15,7 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import (
-    GetTimeoutError,
-    ObjectLostError,
-    ObjectStoreFullError,
-    RayActorError,
-    RayTaskError,
-)
+from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, RayActorError, RayTaskError
 
 from practicum.compat.ray import on_host
 from practicum.dataplane.batch import BatchRef, expand, plain_keys, plain_tags
@@ -73,10 +67,7 @@ def start_ray_store(
 
 
 class RayStore:
-    """A Store on Ray. What is got may share memory with what others get: change neither.
-
-    Each call of the index has `timeout_s` seconds.
-    """
+    """A Store on Ray, with `timeout_s` for each call. What is got may be shared: do not change it."""
 
     def __init__(
         self, index: Any, timeout_s: float, inline_bytes: int = INLINE_BYTES, lasting: bool = True

@@ -123,10 +123,7 @@ class StoreIndex:
         """By partition, the ends of puts that are being copied."""
 
     async def call(self, method: str, args: bytes, refs: Sequence[Any] = ()) -> tuple[bytes, list[Any]]:
-        """Call a method of `RowLocations` with pickled arguments. `decode_answer` reads the result.
-
-        What is read or cleared of a whole partition includes puts that are in flight there.
-        """
+        """Call a method of `RowLocations` with pickled arguments; `decode_answer` reads the result."""
         arguments = pickle.loads(args)
         if method == "commit":
             result = await self._commit(*arguments, *refs)
@@ -183,15 +180,11 @@ class StoreIndex:
 def decode_answer(answer: tuple[bytes, list[Any]]) -> Any:
     result, refs = pickle.loads(answer[0]), answer[1]
     if isinstance(result, ColumnLocations):
-        locators = [refs[at] if isinstance(at, int) else at for at in result.locators]
-        return result._replace(locators=locators)
+        return result._replace(locators=[refs[at] if isinstance(at, int) else at for at in result.locators])
     return result
 
 
 def start_index(report_freed: bool = False, where: Any = "DEFAULT") -> Any:
-    """Start the index as an actor. It counts as no CPU, and ends with the process that starts it.
-
-    `where` is Ray's scheduling strategy. The index holds small puts, so it belongs beside their readers.
-    """
+    """Start the index, an actor without a CPU, `where` its readers are. It ends with this process."""
     options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
     return ray.remote(StoreIndex).options(**options, scheduling_strategy=where).remote(report_freed)

@@ -240,8 +240,7 @@ class TransferQueueClient:
         from tensordict import TensorDict
 
         meta = await self._client.async_kv_retrieve_meta([name], _PARTITION, create=True)
-        data = TensorDict({_FIELD: blob[None]}, batch_size=1)
-        await transferqueue.put_data(self._client, data, meta)
+        await transferqueue.put_data(self._client, TensorDict({_FIELD: blob[None]}, batch_size=1), meta)
 
     async def _get(self, names: list[str]) -> list[Tensor]:
         meta = await self._client.async_kv_retrieve_meta(names, _PARTITION)

@@ -60,10 +60,7 @@ class TransferQueueHandle:
 def start_transferqueue(
     units: int = 1, *, start_s: float = 180.0, where: Any = "DEFAULT"
 ) -> TransferQueueHandle:
-    """Start an empty store on the cluster that this process is connected to, with its index at `where`.
-
-    `units` storage units and a controller take a CPU each.
-    """
+    """Start an empty store, its index at `where`. Each storage unit and the controller take a CPU."""
     index = start_index(report_freed=True, where=where)  # starts while the servers do
     try:
         handle = TransferQueueHandle(index, start_servers(units, timeout_s=start_s))
@@ -133,11 +130,8 @@ class TransferQueueStore(RayStore):
 
 
 def read_blob(uid: bytes, blob: torch.Tensor) -> Packed:
-    """Return the put in a blob.
-
-    Raise `BlobMissing` if the bytes are of another put: TransferQueue returns such if a slot was cleared and
-    reused during a read.
-    """
+    """Return the put in a blob. Raise `BlobMissing` if the bytes are of another put: TransferQueue returns
+    such if a slot was cleared and reused during a read."""
     view = blob.numpy().data
     if view[:_ID_BYTES] != uid:
         raise BlobMissing([uid.hex()])

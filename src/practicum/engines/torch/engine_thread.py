@@ -38,10 +38,8 @@ class _ClosedError(Exception):
 
 
 class StepOrder:
-    """Order of the engines of a process, at most `at_once` of which step concurrently.
-
-    Engines with the oldest weights go first, so that the learner's next batch is sampled first.
-    """
+    """Order of the engines of a process, at most `at_once` of which step concurrently. Engines with the
+    oldest weights go first, so that the learner's next batch is sampled first."""
 
     def __init__(self, at_once: int = 1) -> None:
         self._at_once = at_once
@@ -94,10 +92,8 @@ def share_order(threads: Iterable[EngineThread], at_once: int = 1) -> None:
 
 
 class EngineThread:
-    """Runs `step` in a thread while work remains. `reset` discards all work after a failure.
-
-    `step` takes new jobs and returns outcomes, and True if work remains.
-    """
+    """Runs `step` in a thread while work remains. `reset` discards all work after a failure. `step` takes new
+    jobs and returns outcomes, and True if work remains."""
 
     def __init__(
         self, step: Callable[[list[Job]], tuple[list[Outcome], bool]], reset: Callable[[], None], name: str

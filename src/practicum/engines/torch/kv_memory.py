@@ -244,9 +244,7 @@ def _step(layer: StateLayer, rows_BTH: Tensor, memory: Mapping[str, Tensor], slo
 
 def runs(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return ranges of slots that attend together as (first, end, longest), including new token and padding.
-
-    A range pads its rows to the longest. It is split where padding costs more than another call.
-    """
+    A range pads its rows to the longest. It is split where padding costs more than another call."""
     parts: list[tuple[int, int, int]] = []
     for slot, length in enumerate(map(padded_keys, (length + 1 for length in lengths))):
         if parts:
@@ -334,11 +332,8 @@ class ExtendLayout:
 
 
 def blocks(extensions: Sequence[Extension]) -> list[list[Extension]]:
-    """Group extensions of neighbouring slots that attend together.
-
-    They are padded to the maximum queries and positions of the group, which is split where padding costs more
-    than another call.
-    """
+    """Group extensions of neighbouring slots that attend together. They are padded to the maximum queries and
+    positions of the group, which is split where padding costs more than another call."""
     groups: list[list[Extension]] = []
     most = Extension(0, 0, 0)
     for extension in extensions:

@@ -93,10 +93,8 @@ class RequestQueue:
     def take(
         self, slots: int, budget: int, find: Callable[[PromptKey], CachedSequence | None]
     ) -> list[Admission]:
-        """Return requests for this many slots whose prompts have at most `budget` tokens not yet computed.
-
-        A first prompt is taken even if it is longer than the budget. `find` looks a prompt up in the cache.
-        """
+        """Return requests for this many slots whose prompts have at most `budget` tokens not yet computed. A
+        first prompt is taken even if it is longer than the budget. `find` looks a prompt up in the cache."""
         taken: list[Admission] = []
         for prompt in list(self._groups):
             if slots == 0:

@@ -44,10 +44,8 @@ class Draw(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens, and their logprobs under the sampling distribution and the model's distribution.
-
-    `top_BK` are the most likely tokens, as many as are reported.
-    """
+    """Tokens, and their logprobs under the sampling distribution and the model's distribution. `top_BK` are
+    the most likely tokens, as many as are reported."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -148,10 +146,8 @@ def skip_ahead(key: int, count: int) -> int:
 
 
 def uniforms(key_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return float64 [B] in [0, 1) for each (key, position), which are int64.
-
-    Uses 52 bits, so that the product of the largest value with a total never rounds up to the total.
-    """
+    """Return float64 [B] in [0, 1) for each (key, position), which are int64. Uses 52 bits, so that the
+    product of the largest value with a total never rounds up to the total."""
     x = key_B + (position_B + 1) * _signed(_GAMMA)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         x = (x ^ _shift_right(x, shift)) * _signed(multiplier)

@@ -26,9 +26,7 @@ from practicum.errors import EngineError
 @dataclass(slots=True)
 class EngineStats:
     """Counts since the engine's creation. Prefilled tokens were computed, reused ones came from the cache.
-
-    Shared tokens are inputs of decoding that a sequence computed for more than one session.
-    """
+    Shared tokens are inputs of decoding that a sequence computed for more than one session."""
 
     prefilled_prompts: int = 0
     prefilled_tokens: int = 0

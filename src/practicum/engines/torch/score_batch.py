@@ -116,10 +116,8 @@ def _logprobs(
     options: ScoreOptions,
     support_RK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K], on the CPU.
-
-    With a support, ids and logprobs are those of its tokens.
-    """
+    """Return logprobs of the targets [R], ids and logprobs of the most likely tokens [R, K], on the CPU. With
+    a support, ids and logprobs are those of its tokens."""
     logprobs, ids, best = [], [], []
     rows = max(ROWS, LOGITS_AT_ONCE // runner.vocab)
     supports = [None] * -(-len(hidden_R) // rows) if support_RK is None else support_RK.split(rows)

@@ -154,10 +154,8 @@ class TorchEngine(Engine):
         return await self.thread.submit(ScoreJob(replace(request, ids=list(ids)), options))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load these weights by name, without a copy if they are the engine's tensors.
-
-        Raise EngineError without any change if they do not fit or requests are in flight.
-        """
+        """Load these weights by name, without a copy if they are the engine's tensors. Raise EngineError
+        without any change if they do not fit or requests are in flight."""
         self._check_idle("load weights")
         with self.thread.turn:
             take_weights(self.model, weights)
@@ -181,10 +179,8 @@ class TorchEngine(Engine):
         return Memory(packed, before.kv)
 
     def offload(self, where: OffloadTarget) -> Memory:
-        """Move a sleeping engine's weights to host memory or disk. Return the freed bytes of its device.
-
-        On a CPU, only moving to disk frees memory.
-        """
+        """Move a sleeping engine's weights to host memory or disk. Return the freed bytes of its device. On a
+        CPU, only moving to disk frees memory."""
         if self.awake:
             raise EngineError("only a sleeping engine can offload its weights")
         if not self.owns_weights:

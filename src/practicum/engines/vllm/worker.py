@@ -43,9 +43,7 @@ class PracticumWorker:
 
     def practicum_load(self, path: str | None) -> str | None:
         """Replace all weights by those of a file of `shared_weights`, or by those of the model's folder.
-
-        Returns an error's message: after an exception, vLLM leaves the replies of other workers unread.
-        """
+        Returns an error's message: after an exception, vLLM leaves the replies of other workers unread."""
         try:
             reload_weights(self.model_runner, None if path is None else SharedWeights(path))
         except Exception as error:

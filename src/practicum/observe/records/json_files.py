@@ -112,12 +112,6 @@ class LineFile:
         except ValueError:
             self.broken += 1
 
-    def line_at(self, position: int, length: int) -> dict[str, Any]:
-        """Read one line again, by where it is."""
-        with self.path.open("rb") as file:
-            file.seek(position)
-            return json.loads(file.read(length))
-
 
 def find_rows(path: Path, places: Sequence[tuple[int, int]], text: str) -> list[int]:
     """Return the numbers of the lines, by their places, in which people read `text`, in any case."""

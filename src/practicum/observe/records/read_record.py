@@ -86,10 +86,7 @@ class StageSpan:
 
 
 class Record:
-    """The record of a run folder. `refresh` reads what was written since.
-
-    What can't be read is left out and reported in `problems`. A run that records nothing has no steps.
-    """
+    """The record of a run folder. What can't be read is left out and reported in `problems`."""
 
     def __init__(self, run: Path) -> None:
         require_run(run)

@@ -39,11 +39,8 @@ SCORED = ("status", "reward", "reward_parts", "failure")
 
 
 class Recorder:
-    """Appends to the two files of one process. Without a place it records nothing.
-
-    What was added is in the files when a call returns. A file that can't be written is a PracticumError. Safe
-    from any thread.
-    """
+    """Appends to the two files of one process. Without a place it records nothing. What was added is in the
+    files when a call returns. A file that can't be written is a PracticumError. Safe from any thread."""
 
     def __init__(self, place: RecordPlace | None = None) -> None:
         self.place = place
@@ -64,10 +61,7 @@ class Recorder:
         tags: Sequence[str] = (),
         **more: Any,
     ) -> None:
-        """Record columns, which have all rows of the batch, of those rows that are recorded.
-
-        `tags` are the names of the tags to record. `more` is recorded of all rows.
-        """
+        """Record columns and named tags of those rows of a batch that are recorded, and `more` of all."""
         if self.place is None:
             return
         by_step: dict[int, list[int]] = {}
@@ -98,10 +92,8 @@ class Recorder:
 
     @contextmanager
     def span(self, stage: str, step: int, part: str = "", rows: int = 0) -> Iterator[None]:
-        """Record the time of a stage, or of a part such as one teacher, in a context. Step 0 isn't recorded.
-
-        Calls that overlap are one span.
-        """
+        """Record that a stage, or a part of it such as one teacher, runs here inside; step 0 is left out.
+        Calls that overlap are one span."""
         if self.place is None or not step:
             yield
             return

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer
 from practicum.dataplane.fields import FIELDS
 from practicum.observe.records.read_record import Record, RecordedRow, RowSummary, StageSpan
 from practicum.observe.records.record_files import TRACED
+from practicum.observe.text import BYTE_LETTERS
 
 TOP_K = 8
 """Most likely tokens that are sent of each place."""
@@ -59,21 +59,11 @@ class TokenTexts:
             return token
         if not self._is_bytes:
             return token.replace("▁", " ")
-        table = byte_table()
-        data = bytes(table[c] for c in token if c in table)
+        data = bytes(BYTE_LETTERS[c] for c in token if c in BYTE_LETTERS)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "".join(f"<0x{byte:02X}>" for byte in data)
-
-
-@lru_cache(1)
-def byte_table() -> dict[str, int]:
-    """Return the characters by which byte-level tokenizers write bytes."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in plain}
-    others = [byte for byte in range(256) if byte not in plain]
-    return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def trajectory_tree(record: Record, step: int, session: tuple[int, int]) -> list[dict[str, Any]]:

@@ -62,10 +62,8 @@ class MetricTable:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, points: int) -> dict[str, Any]:
-    """Return at most `points` points: each the mean of its neighbours, with their least and largest.
-
-    `low` and `high` are None where nothing was merged. `odd` lists the first values that are not finite.
-    """
+    """Return at most `points` points: each the mean of its neighbours, with their least and largest. `low`
+    and `high` are None where nothing was merged. `odd` lists the first values that are not finite."""
     finite = np.isfinite(values)
     odd = [[int(s), repr(float(v))] for s, v in zip(steps[~finite][:5], values[~finite][:5], strict=True)]
     if len(steps) <= points:

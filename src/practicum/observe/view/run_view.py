@@ -288,7 +288,10 @@ class RunView:
             return {"text": file.read(LOG_BYTES).decode("utf-8", errors="replace"), "left_out": skipped}
 
     def _line(self, kind: str, row: int) -> dict[str, Any]:
-        return self._files[kind].line_at(*self.sessions[kind].places[row])
+        position, length = self.sessions[kind].places[row]
+        with self._files[kind].path.open("rb") as file:
+            file.seek(position)
+            return json.loads(file.read(length))
 
     def _named(self, *prefixes: str) -> list[str]:
         """Return the names of teachers or domains, from the names of metrics."""

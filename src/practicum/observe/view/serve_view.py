@@ -29,11 +29,7 @@ _DEPTH = 3
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunView]:
-    """Return the runs of these folders, each a run or a folder of runs.
-
-    By default, those below ./runs. A folder that holds none is a PracticumError that says what was
-    expected.
-    """
+    """Return the runs of these folders, each a run or a folder of runs; by default those below ./runs."""
     paths: list[Path] = []
     for folder in folders or [Path("runs")]:
         patterns = ["*/" * depth + "versions.json" for depth in range(_DEPTH + 1)]
@@ -110,10 +106,7 @@ def make_server(runs: Sequence[RunView], token: str) -> uvicorn.Server:
 
 @contextmanager
 def view_beside(folders: Sequence[Path], port: int | None = None) -> Iterator[str]:
-    """Serve a page over runs that train meanwhile, in a separate process. Yield its address.
-
-    The process ends with this context, and with this process, however that ends: its standard input closes.
-    """
+    """Serve a page over runs in a separate process that ends with this one. Yields its address."""
     token = secrets.token_urlsafe(16)
     with listen(port) as bound:
         server = subprocess.Popen(

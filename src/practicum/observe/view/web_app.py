@@ -80,10 +80,7 @@ def cookie_name(request: Request) -> str:
 
 
 def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool]) -> Starlette:
-    """Return the application for these runs. It serves nothing else of the file system.
-
-    `is_ending` returns True once the server waits for open pages to close their connections.
-    """
+    """Return the application over these runs. `is_ending` is True once open pages should disconnect."""
     by_id = {run.id: run for run in runs}
 
     def run_named(name: str) -> RunView:
@@ -96,9 +93,6 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
         response.set_cookie(cookie_name(request), token, httponly=True, samesite="strict", path="/")
         return response
 
-    async def asset(request: Request) -> Response:
-        return static(request.path_params["name"])
-
     async def events(request: Request) -> Response:
         return StreamingResponse(news(runs, is_ending), media_type="text/event-stream", headers=HEADERS)
 
@@ -108,8 +102,7 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
         return _sentence(error.status_code, error.detail if "practicum" in error.detail else nothing)
 
     def first(request: Request) -> Any:
-        shown = by_id.get(request.query_params.get("run", ""), runs[0])
-        return {"runs": list(by_id), "info": shown.info()}
+        return {"runs": list(by_id), "info": by_id.get(request.query_params.get("run", ""), runs[0]).info()}
 
     def diff(request: Request) -> Any:
         pair = [run_named(request.query_params.get(side, "")).path for side in ("a", "b")]
@@ -129,7 +122,7 @@ def make_app(runs: Sequence[RunView], token: str, is_ending: Callable[[], bool])
     return Starlette(
         routes=[
             Route("/", page),
-            Route("/static/{name:path}", asset),
+            Route("/static/{name:path}", lambda request: static(request.path_params["name"])),
             Route("/api/events", events),
             *(Route(path, _answered(ask)) for path, ask in asked.items()),
         ],
@@ -164,11 +157,8 @@ numbers in order."""
 
 
 async def news(runs: Sequence[RunView], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Yield server-sent events: the ids of runs whose files have changed.
-
-    Otherwise, yield a comment now and then. All are named at first: they may have changed since the page
-    asked for them.
-    """
+    """Yield server-sent events: the ids of runs whose files have changed; else a comment now and then. All
+    are named at first: they may have changed since the page asked for them."""
     stamps: dict[str, Any] = {}
     yield "retry: 1000\n\n"
     quiet = 0.0

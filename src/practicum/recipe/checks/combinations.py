@@ -1,4 +1,4 @@
-"""Run every check of a recipe with valid types. Check models, tasks, steps and evaluations."""
+"""Run every check of a recipe with valid types. Check models, tasks, rewards, steps and evaluations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from practicum.errors import RecipeError
 from practicum.recipe.checks.check_algorithm import check_algorithm
 from practicum.recipe.checks.check_engines import check_engines, check_runtime
-from practicum.recipe.checks.check_reward import check_reward
 from practicum.recipe.checks.check_teachers import check_teachers
 from practicum.recipe.checks.divergences import check_distill
 from practicum.recipe.checks.routing import check_route
 from practicum.recipe.checks.unread_keys import check_unread
-from practicum.recipe.checks.value_forms import check_device, check_names
-from practicum.recipe.schema.recipe import Model, Recipe, Task, Train
+from practicum.recipe.checks.value_forms import check_device, check_names, check_url, fields_of
+from practicum.recipe.schema.recipe import Model, Recipe, RewardFunction, Task, Train
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -22,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 def combinations(recipe: Recipe) -> list[RecipeError]:
     """Return a problem for every key that nothing reads and every impossible combination."""
     checks = (
-        *(check_unread, _sections, check_algorithm, check_reward, check_teachers, check_route),
+        *(check_unread, _sections, check_algorithm, _reward, check_teachers, check_route),
         *(check_distill, check_runtime, check_engines),
     )
     return [problem for check in checks for problem in check(recipe)]
@@ -108,3 +107,42 @@ def _train(train: Train, dtype: str, sessions: int, rows: int | None) -> Iterato
         yield RecipeError("train.warmup_steps", found, "at most train.steps")
     if train.final_lr > train.lr:
         yield RecipeError("train.final_lr", f"{train.final_lr} with train.lr {train.lr}", "at most train.lr")
+
+
+def _reward(recipe: Recipe) -> Iterator[RecipeError]:
+    models = recipe.reward.models
+    lists: dict[str, list[RewardFunction] | None] = {"reward.functions": recipe.reward.functions}
+    lists |= {f"tasks.{name}.rewards": task.rewards for name, task in recipe.tasks.items()}
+    if (recipe.computes_reward or recipe.evaluates) and not any(m.weight for m in models.values()):
+        for path, functions in lists.items():
+            if functions is not None and not any(function.weight for function in functions):
+                found = "no reward" if not functions else "weights that are all 0"
+                yield RecipeError(path, found, "at least one reward with a weight that is not 0")
+    yield from check_names("reward.models", "reward model", models)
+    functions = {function.use.rpartition(":")[2] for some in lists.values() for function in some or ()}
+    for name, model in models.items():
+        path = f"reward.models.{name}"
+        if name in functions:
+            found, expected = f"a model named like the reward {name}", "a name that no reward function has"
+            advice = f"both would be the metric reward/part/{name}: call the model something else"
+            yield RecipeError(path, found, expected, advice)
+        yield from check_url(path, model.url)
+        yield from check_device(path, model.device)
+        if model.weight == 0:
+            expected, advice = "a weight that is not 0", "remove the model if it should not count"
+            yield RecipeError(f"{path}.weight", "0", expected, advice)
+        if model.kind == "judge":
+            yield from _question(f"{path}.prompt", model.prompt)
+
+
+def _question(path: str, text: str) -> Iterator[RecipeError]:
+    expected = "text with {response}, and {prompt} and {answer} if it needs them; {{ }} for braces"
+    try:
+        fields = fields_of(text)
+    except ValueError as error:
+        yield RecipeError(path, str(error), expected)
+        return
+    if unknown := [field for field in fields if field not in ("prompt", "response", "answer")]:
+        yield RecipeError(path, f"the field {{{unknown[0]}}}", expected, "no other field is filled in")
+    elif "response" not in fields:
+        yield RecipeError(path, "no {response}", expected, "the judge would not see the response")

@@ -83,10 +83,7 @@ def _support(recipe: Recipe) -> Iterator[RecipeError]:
 
 
 def why_unfit(divergence: str, signal: str, through: str) -> str | None:
-    """Return why a divergence can't be used with this signal and apply_as, and an alternative.
-
-    Return None if it can.
-    """
+    """Return why a divergence can't be used with this signal and apply_as, and an alternative, or None."""
     of_one = (
         f"{divergence} reads only the sampled token's logprob and would ignore signal {signal}: "
         "use signal sampled"

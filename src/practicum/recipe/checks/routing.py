@@ -39,8 +39,7 @@ def check_route(recipe: Recipe) -> Iterator[RecipeError]:
         yield RecipeError("route.shares", found, "route.balance shares or update", advice)
     elif route.shares is not None:
         yield from _shares(route.shares, [name for name in teachers if name not in in_targets(teachers)])
-    lost = list(_lost(route, teachers))
-    yield from lost or _cover(route, teachers, recipe.tasks)
+    yield from list(_lost(route, teachers)) or _cover(route, teachers, recipe.tasks)
 
 
 def _shares(shares: dict[str, float], teachers: Iterable[str]) -> Iterator[RecipeError]:

@@ -108,8 +108,7 @@ class Model(Held):
     """The student model: source of its weights, dtype and adapter."""
 
     path: str | None = key(
-        None,
-        "Folder in HuggingFace format, hub name, run folder or checkpoint. Set this or random_init.",
+        None, "Folder in HuggingFace format, hub name, run folder or checkpoint. Set this or random_init."
     )
     random_init: MakeModel | None = key(
         None, "Create a tiny model with random weights instead of loading one."

@@ -42,8 +42,7 @@ class Rollout(EngineChoice):
     deadline_s: float = key(600.0, "Deadline of one step's rollout in seconds.", gt=0)
 
     def context_for(self, model_context: int | None) -> int:
-        """Return the tokens of KV memory per sequence: `context`, or 1,024 for the prompt plus the
-        response."""
+        """Return the tokens of KV memory per sequence: `context`, or 1,024 plus the response."""
         if self.context is not None:
             return self.context
         needed = 1024 + self.max_new_tokens

@@ -13,8 +13,7 @@ StoreKind = Literal["ray", "transferqueue"]
 RuntimeKind = Literal["local", "ray"]
 
 _OWN_CLUSTER = read_without(
-    "runtime.address",
-    "only a cluster started by this run has a configurable size: remove it, or the address",
+    "runtime.address", "only a cluster started by this run has a configurable size: remove it, or the address"
 )
 _ASLEEP = read_if(
     lambda recipe: any(

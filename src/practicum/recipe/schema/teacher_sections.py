@@ -102,8 +102,7 @@ class FrozenModel(Held):
 
 
 class Teacher(FrozenModel, EngineChoice):
-    """A teacher: a local model (model), a LoRA adapter (adapter), a model on a server (url and model), or a
-    copy of the student (student)."""
+    """A teacher: a local model, a LoRA adapter, a model on a server (url) or a copy of the student."""
 
     adapter: str | None = key(
         None,
@@ -152,9 +151,7 @@ class Route(Section):
         False, "Project each update so that, to first order, no teacher's loss in a domain increases."
     )
     measure_every: int = key(
-        1,
-        "Steps between measurements of each teacher's share of gradient and update; 0 disables them.",
-        ge=0,
+        1, "Steps between measurements of each teacher's share of gradient and update; 0 disables them.", ge=0
     )
 
     @property

@@ -129,8 +129,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(one: Any, two: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the dotted paths at which two recipes differ, with both values. A section of only one is a
-    value."""
+    """Yield the dotted paths at which two recipes differ, with both values."""
     if isinstance(one, dict) and isinstance(two, dict):
         for name in dict.fromkeys([*one, *two]):
             yield from differences(one.get(name), two.get(name), f"{path}.{name}" if path else str(name))

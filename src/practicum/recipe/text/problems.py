@@ -47,7 +47,8 @@ def explain(
             details["type"], (path, union, node) = "too_short", find_key(details["loc"][:-1], root)
         located.append((path, union, node, details))
     inside = {union for path, union, *_ in located if path != union}
-    forms = [_form(path, union, details["loc"]) for path, union, _, details in located]
+    # The union and the name of its form that a problem is in, or () outside of unions.
+    forms = [tuple(d["loc"][: len(u) + 1]) if u and path != u else () for path, u, _, d in located]
     strangers = {
         form
         for form, (path, union, _, details) in zip(forms, located, strict=True)
@@ -79,11 +80,6 @@ def removed_keys(data: Any, path: Path = ()) -> Iterator[RecipeError]:
             yield from removed_keys(value, here)
 
 
-def _form(path: Path, union: Path | None, where: Sequence[str | int]) -> Path:
-    """Return the union and the name of its form that a problem is in, or () outside of unions."""
-    return tuple(where[: len(union) + 1]) if union and path != union else ()
-
-
 def dotted(path: Sequence[str | int]) -> str:
     """Format a path, as in reward.functions[0].weight."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
@@ -97,10 +93,7 @@ def shorten(value: Any, limit: int = 60) -> str:
 
 
 def with_origin(problem: RecipeError, origins: Mapping[str, Origin]) -> RecipeError:
-    """Return the problem with the origin of the value that was found, or of the list that contains it.
-
-    A mapping to which several files, or a file and --set, contribute has all of their origins.
-    """
+    """Return the problem with the origins of the value that was found, or of the list that contains it."""
     path = re.sub(r"\[(\d+)\]", r".\1", problem.path)
     parts: dict[tuple[str, str], Origin] = {}
     for key, origin in origins.items():

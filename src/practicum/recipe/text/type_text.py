@@ -100,10 +100,7 @@ def keys_of(node: Node, root: type[BaseModel] = Recipe) -> Node:
 def find_key(
     location: Sequence[str | int], root: type[BaseModel] = Recipe, *, tagged: bool = True
 ) -> tuple[Path, Path | None, Node]:
-    """Return the path of a location, the union that contains it or is it, and the schema there.
-
-    Pydantic's locations are `tagged`: they name a union's member after the union's path.
-    """
+    """Return path, union and schema of a location. `tagged` ones name a union's member, as pydantic's do."""
     node, path, union = _schema(root), (), None
     for step in location:
         if tagged and path != union and len(kinds_of(node)) > 1:
@@ -123,8 +120,7 @@ def _step_into(form: Node, step: str | int) -> Node | None:
 
 
 def takes(node: Node, root: type[BaseModel] = Recipe) -> str:
-    """Describe the values of a key: 'an integer, at least 0', 'one of k1, k2', 'a list of strings, or
-    null'."""
+    """Describe the values of a key, such as 'an integer, at least 0' or 'one of k1, k2'."""
     if "anyOf" in node:
         kinds = kinds_of(node)
         words = [takes(kind, root) for kind in kinds]

@@ -48,8 +48,7 @@ class Cluster:
             nodes = _nodes()
             wanted = needs(recipe, plan, gpus=any(node.gpus for node in nodes))
             require_room(wanted, nodes, started_here=starts)
-            groups = _reserve(wanted, starts, undo)
-            return cls(wanted, groups, env if starts else {}, undo.pop_all())
+            return cls(wanted, _reserve(wanted, starts, undo), env if starts else {}, undo.pop_all())
 
     def options(self, role: str, index: int = 0) -> dict[str, Any]:
         """Return what `Actor.options(**…)` takes for this actor of the recipe."""

@@ -65,10 +65,8 @@ def check_hosts(recipe: Recipe, folder: Path | None) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this IPv4 address, or None.
-
-    Without it gloo takes the address of the host's name, which on many hosts is a loopback address.
-    """
+    """Return the network interface with this IPv4 address, or None. Without it gloo takes the address of the
+    host's name, which on many hosts is a loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address

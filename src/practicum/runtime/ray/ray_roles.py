@@ -323,8 +323,7 @@ class RayRoles:
     def incidents(self) -> dict[str, Any]:
         pools = self.pools.pools()
         before, self._reported = self._reported, (sum(p.deaths for p in pools), sum(p.reruns for p in pools))
-        names = ("cluster/deaths", "cluster/reruns")
-        counts = zip(names, before, self._reported, strict=True)
+        counts = zip(("cluster/deaths", "cluster/reruns"), before, self._reported, strict=True)
         return {name: now - then for name, then, now in counts if now > then}
 
     def close(self) -> None:

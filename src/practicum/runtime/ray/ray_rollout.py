@@ -107,11 +107,8 @@ class RayWorkers:
     def _requests(
         self, attempts: Sequence[Attempt], partition: str, seed: int, at_once: Callable[[Prompt], bool]
     ) -> list[RolloutRequest]:
-        """Return the sessions of each request to a replica: whole prompts.
-
-        One prompt, if its single sessions are scored immediately. Otherwise, as many as fill an engine,
-        because each request costs calls.
-        """
+        """Return the sessions of each request to a replica: whole prompts. One prompt, if its single sessions
+        are scored immediately. Otherwise, as many as fill an engine, because each request costs calls."""
         groups: dict[int, list[Attempt]] = {}
         for attempt in attempts:
             groups.setdefault(attempt.prompt.uid, []).append(attempt)
@@ -121,8 +118,7 @@ class RayWorkers:
         )
         requests = [request(group, eager=True) for group in groups.values() if at_once(group[0].prompt)]
         patient = [group for group in groups.values() if not at_once(group[0].prompt)]
-        fair = ceil(sum(map(len, patient)) / self.pools.rollout.count)
-        most = min(self._slots, fair)
+        most = min(self._slots, ceil(sum(map(len, patient)) / self.pools.rollout.count))
         together: list[Attempt] = []
         for group in patient:
             if together and len(together) + len(group) > most:

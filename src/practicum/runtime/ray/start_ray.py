@@ -55,8 +55,7 @@ def start_ray(
             handle = start_transferqueue(recipe.pools.train.nodes, start_s=START_S, where=where)
         undo.callback(handle.close)
         starter = _Starter(recipe, plan, watch, cluster, handle, record)
-        work = starter.everyone()
-        group, pools, stop = run_async(work, timeout=START_S, owner="the start of all workers")
+        group, pools, stop = run_async(starter.everyone(), timeout=START_S, owner="the start of all workers")
         latest = {"stop": stop, "student": starter.student, "copies": starter.copies}
         roles = RayRoles(recipe, plan, watch, cluster, handle, group, pools, **latest)
         undo.pop_all()
@@ -65,10 +64,8 @@ def start_ray(
 
 @dataclass
 class _Starter:
-    """Starts the workers of a run, and restarts those that died.
-
-    Restarted replicas get the weights in `student`, by engine, and in `copies`, of teachers that copy it.
-    """
+    """Starts the workers of a run, and restarts those that died. Restarted replicas get the weights in
+    `student`, by engine, and in `copies`, of teachers that copy it."""
 
     recipe: Recipe
     plan: Plan

@@ -136,10 +136,8 @@ class RayLearnerRank(LearnerRank):
         }
 
     def publish_copy(self, folder: Path, name: str) -> Manifest | None:
-        """Publish the weights that a teacher elsewhere, a copy of the student, had saved, if it had.
-
-        Called on one rank, which lives as long as the run: those of a teacher would die with it.
-        """
+        """Publish the weights that a teacher elsewhere, a copy of the student, had saved, if it had. Called
+        on one rank, which lives as long as the run: those of a teacher would die with it."""
         path = folder / f"{name}.safetensors"
         if not path.is_file():
             return None
@@ -172,9 +170,7 @@ class TrainWorker(Worker):
         self, rank: int, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead
     ) -> frozenset[int]:
         """Connect to the other ranks at this address and port, and load the models. Return the stop tokens.
-
-        `heads` are the output heads of the teachers elsewhere of these names.
-        """
+        `heads` are the output heads of the teachers elsewhere of these names."""
         recipe, plan, world = self.recipe, self.plan, self.recipe.data_parallel
         self._sentences: list[str] = []
         self.watch = Watch(recipe.checks, self._sentences.append)
@@ -191,8 +187,7 @@ class TrainWorker(Worker):
         teachers = None
         if "teachers" in plan:
             how = recipe.distill, recipe.runtime, recipe.model, recipe.seed
-            elsewhere = dict(zip(names, heads, strict=True))
-            teachers = load_teachers(colocated, *how, model, heads=elsewhere)
+            teachers = load_teachers(colocated, *how, model, heads=dict(zip(names, heads, strict=True)))
         self.roles = RayLearnerRank(
             recipe, plan, self.store, self.watch, model, teachers, self.parallel, self.recorder
         )
@@ -224,12 +219,11 @@ class TeacherWorker(Worker):
         # A replica has its own resources: what is `own` elsewhere is in this process here, always awake.
         load = load_colocated if spec.url is None else connect
         self.scorer = load(make_group({self.name: spec}, distill, source, recipe.seed))[self.name]
-        width = signal_width(recipe.teachers, distill, source)
         self.role = TeacherRole(
             distill,
             self.plan,
             self.store,
-            Teachers({self.name: self.scorer}, least_width=width),
+            Teachers({self.name: self.scorer}, least_width=signal_width(recipe.teachers, distill, source)),
             tokenizer,
             temperature=recipe.compare_temperature,
             vocab=vocab,
@@ -257,8 +251,7 @@ class TeacherWorker(Worker):
         """Become a copy of the student as these weights are."""
         received = receive(manifest, timeout=self.recipe.runtime.store_s)
         # Copied: what was received is a view of memory that others let go of.
-        weights = {key: x.clone() for key, x in received}
-        self.role.take(self.name, weights, manifest.version)
+        self.role.take(self.name, {key: x.clone() for key, x in received}, manifest.version)
 
     def save(self, folder: Path) -> None:
         """Write what it took of the student, for `RayLearnerRank.publish_copy`."""
@@ -266,10 +259,8 @@ class TeacherWorker(Worker):
 
 
 class RewardWorker(Worker):
-    """Reads finished sessions from the store, scores them, and writes their rewards.
-
-    Calls run concurrently, if no colocated model takes part.
-    """
+    """Reads finished sessions from the store, scores them, and writes their rewards. Calls run concurrently,
+    if no colocated model takes part."""
 
     def begin(self, replicas: Mapping[str, Sequence[Any]]) -> None:
         """Load reward functions and models. `replicas` are of models with their own resources."""

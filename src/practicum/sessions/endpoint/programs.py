@@ -127,10 +127,8 @@ async def _unless_trouble(agent: AgentSession, work: Any) -> Any:
 
 
 async def _result(agent: AgentSession, returned: Any) -> Result:
-    """Return the trajectories and the reward: the agent's result, else a posted reward, else None.
-
-    A mapping has the `reward`, and may have its `parts` by name.
-    """
+    """Return the trajectories and the reward: the agent's result, else a posted reward, else None. A mapping
+    has the `reward`, and may have its `parts` by name."""
     trajectories = await agent.end()
     fields = returned if isinstance(returned, Mapping) else {"reward": returned}
     reward = agent.reward if fields.get("reward") is None else fields["reward"]

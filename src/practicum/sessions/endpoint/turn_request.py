@@ -112,10 +112,8 @@ def text_of(content: Any) -> str:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Return a key that is equal for equal messages.
-
-    It ignores reasoning, whitespace at the ends, call ids and the format of arguments, which clients change.
-    """
+    """Return a key that is equal for equal messages. It ignores reasoning, whitespace at the ends, call ids
+    and the format of arguments, which clients change."""
     role, text = message["role"], text_of(message.get("content"))
     if role != "assistant":
         return role, text
@@ -151,10 +149,8 @@ def make_reply(
     prompt_tokens: int,
     completion_tokens: int,
 ) -> TurnReply:
-    """Return a turn as a reply: text up to a stop text, with reasoning and calls separated.
-
-    Malformed calls, and calls of tools that are not in the request, stay text.
-    """
+    """Return a turn as a reply: text up to a stop text, with reasoning and calls separated. Malformed calls,
+    and calls of tools that are not in the request, stay text."""
     found = sorted((text.find(stop), stop) for stop in request.stop if stop in text)
     stop_text = found[0][1] if found else None
     text = text[: found[0][0]] if found else text

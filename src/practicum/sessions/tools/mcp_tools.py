@@ -96,8 +96,7 @@ async def _connect(command: tuple[str, ...]) -> AsyncIterator[mcp.Client]:
     except ImportError:
         raise MissingExtraError("agent.tools: mcp", "mcp") from None
     # It ends with this process, too, however that ends.
-    guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    program, *arguments = [*guard, *command]
+    program, *arguments = [*(["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []), *command]
     server = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         client, is_open = Client(stdio_client(server, log), read_timeout_seconds=START_S), False

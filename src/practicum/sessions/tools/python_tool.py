@@ -80,8 +80,7 @@ class PythonRunner:
         self._closed = False
 
     async def run(self, program: str) -> str:
-        """Return the program's output. If it fails or exceeds a limit, raise ToolError with output and
-        reason."""
+        """Return the program's output, or raise a ToolError with output and reason."""
         gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_programs))
         async with gate:
             with TemporaryFile() as source, TemporaryFile() as stdout, TemporaryFile() as stderr:
@@ -110,10 +109,7 @@ class PythonRunner:
             _kill(process)
 
     async def _run(self, source: int, stdout: int, stderr: int) -> tuple[int, bool]:
-        """Run a program with open files. Return its exit code, and True if it was killed at its time limit.
-
-        Its processes are killed when this returns or is cancelled.
-        """
+        """Return a program's exit code, and True if it was killed at its limit. Its processes end with it."""
         command, environment = _command(self.limits), _environment()
         try:
             # Not asyncio's: cancelling the start of one of its processes leaves open pipes behind.
@@ -190,10 +186,7 @@ def sandbox_problem() -> str | None:
 
 
 def _command(limits: Limits) -> list[str]:
-    """Return the command that runs the program on its standard input in bubblewrap.
-
-    The interpreter has no site-packages, user folder or script folder on its path.
-    """
+    """Return the command that runs the program on its standard input in bubblewrap."""
     # The interpreter of a virtual environment is a link to the real one.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     prlimit = os.path.realpath(shutil.which("prlimit") or "prlimit")

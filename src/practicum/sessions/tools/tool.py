@@ -56,8 +56,7 @@ class Parameter:
     required: bool = True
 
     def fit(self, value: Any) -> Any:
-        """Convert the value to the parameter's type. Text is parsed as JSON, because plain calls only have
-        text."""
+        """Convert the value to the parameter's type. Text is parsed as JSON: plain calls have only text."""
         if self.kind == "any":
             return value
         fitted = value
@@ -79,10 +78,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool. `run` takes validated arguments, and raises ToolError if the call fails.
-
-    `close` stops running calls, from any thread.
-    """
+    """A tool. `run` takes validated arguments and may raise ToolError. `close` stops running calls."""
 
     name: str
     about: str

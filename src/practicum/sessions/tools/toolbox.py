@@ -35,16 +35,19 @@ class ToolOutcome:
 
 
 class Toolbox:
-    """Runs tool calls of many sessions concurrently. Raises RecipeError for mistakes in the specs.
-
-    `calls`, `errors` and `seconds` (summed over calls, including waits for a free core) are cumulative.
-    """
+    """Runs tool calls of many sessions concurrently. `calls`, `errors` and `seconds` are cumulative."""
 
     def __init__(self, specs: Sequence[ToolSpec | McpSection]) -> None:
         self._by_name: dict[str, Tool] = {}
         for n, spec in enumerate(specs):
             path = f"agent.tools[{n}].{'mcp' if isinstance(spec, McpSection) else 'use'}"
-            for tool in _make_tools(spec, path):
+            if isinstance(spec, McpSection):
+                made = mcp_tools(spec, path)
+            elif spec.use in TOOLS:
+                made = [TOOLS[spec.use](spec)]
+            else:
+                made = [function_tool(find_function("tool", spec.use, TOOLS, path), path, spec.timeout_s)]
+            for tool in made:
                 if tool.name in self._by_name:
                     raise RecipeError(path, f"a second tool named {tool.name}", "tools with different names")
                 self._by_name[tool.name] = tool
@@ -76,14 +79,6 @@ class Toolbox:
         """Stop running calls, from any thread."""
         for tool in self.tools:
             tool.close()
-
-
-def _make_tools(spec: ToolSpec | McpSection, path: str) -> list[Tool]:
-    if isinstance(spec, McpSection):
-        return mcp_tools(spec, path)
-    if spec.use in TOOLS:
-        return [TOOLS[spec.use](spec)]
-    return [function_tool(find_function("tool", spec.use, TOOLS, path), path, spec.timeout_s)]
 
 
 def require_sandbox(specs: Sequence[ToolSpec | McpSection]) -> None:
