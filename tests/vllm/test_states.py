@@ -32,6 +32,9 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1}
 MADE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": HEADS | MAMBA,
+    "granitemoehybrid without states": HEADS
+    | MAMBA
+    | {"layer_types": ["attention"] * 4, "num_local_experts": 0},
     "falcon_h1": HEADS | MAMBA | {"mamba_d_ssm": 128},
     "nemotron_h": HEADS
     | {
@@ -47,7 +50,7 @@ MADE: dict[str, dict[str, Any]] = {
 def save(name: str, folder: Path) -> PreTrainedModel:
     tokenizer = make_tokenizer()
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    model = tiny_family(name, prepared=False, **MADE[name] | ids)
+    model = tiny_family(name.split()[0], prepared=False, **MADE[name] | ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return ready(model, torch.device("cpu"))

@@ -204,7 +204,7 @@ def _setup(
     has_states = VllmKind().runs_recurrent(config)
     kv_bytes = text.num_hidden_layers * block_bytes * blocks
     if has_states:
-        kv_bytes = _state_bytes(model, text.hidden_size, block_bytes, kv_tokens, more["slots"])
+        kv_bytes = _state_bytes(model, text.hidden_size, block_bytes, kv_tokens, more["slots"]) or kv_bytes
     settings = {"kv_bytes": kv_bytes, "tensor_parallel": parallel, "where": key, "has_states": has_states}
     dtype_name = str(dtype).removeprefix("torch.")
     return VllmSetup(model, dtype_name, options=choice.vllm, **settings, **more)
@@ -214,11 +214,12 @@ def _state_bytes(model: str, hidden: int, block_bytes: int, kv_tokens: int, slot
     """Return the memory of keys, values and states that this many sequences need together.
 
     vLLM has one size of block for both: a layer's state fits into one, and tokens fill it. Layers are in
-    groups of one size, and each sequence has own blocks in each group.
+    groups of one size, and each sequence has own blocks in each group. Without states, the result is 0.
     """
     shell = skeleton(Model(path=model), torch.float32)
     attending, states = count_memory(shell, hidden)
-    recurrent = seam_of(shell).states
+    if not (recurrent := seam_of(shell).states):  # all layers of a small Granite 4 attend
+        return 0
     needed = -(-states // recurrent)
     group = min(attending, recurrent) or recurrent
     page = -(-needed // block_bytes) * block_bytes if block_bytes else needed

@@ -56,7 +56,7 @@ class VllmSetup:
     keeps_weights: bool = False
     """True if weights stay in memory while the engine sleeps, and only KV memory is freed."""
     has_states: bool = False
-    """True for a model with recurrent layers."""
+    """True for a model of a family with recurrent layers."""
     tensor_parallel: int = 1
     """Devices that each layer is split over."""
 
