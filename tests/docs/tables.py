@@ -37,6 +37,7 @@ from tests.hosts.tables import (
     bytes_table,
     control_plane_table,
     cuts_table,
+    roles_table,
     step_seconds_table,
     weights_table,
 )
@@ -294,6 +295,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "tasks": ("tasks.md", tasks_table),
     "advisories": ("view.md", advisories_table),
     "bytes": ("cluster.md", bytes_table),
+    "bytes of hosts": ("cluster.md", roles_table),
     "step seconds": ("cluster.md", step_seconds_table),
     "weights": ("cluster.md", weights_table),
     "control plane": ("cluster.md", control_plane_table),

@@ -99,18 +99,17 @@ def step_seconds_table() -> str:
 
 
 def roles_table() -> str:
-    """Bytes of hosts with one worker each."""
-    (row,) = (
-        row
-        for row in _read("host_bytes.jsonl")
-        if "worker0" in row["roles"] and row["megabits"] == 1000 and not row["forward"]
+    """Bytes that each host receives and sends in a step, at 1 Gbit/s."""
+    steps = [ours for ours, _ in _pairs() if ours["megabits"] == 1000]
+    cells: dict[str, list[str]] = {}
+    for step in steps:
+        for host, (received, sent) in step["received_and_sent"].items():
+            name = " and ".join(_HOSTS.get(role, f"store's {role}") for role in step["roles"][host])
+            pair = f"{received / 1e3:,.0f} in, {sent / 1e3:,.0f} out"
+            cells.setdefault(name or "controller", []).append(pair)
+    return _table(
+        ["kB of the host of", *(step["what"] for step in steps)], [[k, *v] for k, v in cells.items()]
     )
-    rows = []
-    for host, (received, sent) in row["received_and_sent"].items():
-        roles = [_HOSTS[role] for role in row["roles"][host] if role in _HOSTS]
-        name = "controller" if host == "controller" else " and ".join(roles)
-        rows.append([name, f"{received / 1e3:,.0f}", f"{sent / 1e3:,.0f}"])
-    return _table(["host of", "kB received", "kB sent"], rows)
 
 
 def weights_table() -> str:
@@ -129,8 +128,9 @@ def control_plane_table() -> str:
     for row in sorted(_read("control_plane.json"), key=lambda row: (row["streamed"], row["rows"])):
         way = "one by one" if row["streamed"] else "together"
         per_row = f"{row['seconds'] / row['rows'] * 1e6:.0f} µs", f"{row['bytes'] / row['rows']:.0f}"
-        index = f"{row['index']:.2f}"
-        cells = [f"{row['rows']:,}", way, f"{row['seconds']:.2f}", *per_row, f"{row['peak_mib']:,.0f}", index]
+        parts = f"{row['peak_mib']:,.0f}", f"{row['garbage']:.2f}", f"{row['index']:.2f}"
+        cells = [f"{row['rows']:,}", way, f"{row['seconds']:.2f}", *per_row, *parts]
         rows.append(cells)
-    head = ["rows", "scored", "s per step", "per row", "bytes per row", "peak MiB", "s of the store's index"]
+    head = ["rows", "scored", "s per step", "per row", "bytes per row", "peak MiB"]
+    head += ["s of it in garbage collection", "s of the store's index"]
     return _table(head, rows)

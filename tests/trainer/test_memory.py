@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "agents": {"agent": {"loop": "tests.museum.loops:a_word_and_an_answer"}},
     "lag": {"rollout": GRPO["rollout"] | {"lag": 1}},
 }
-EARLY, STEPS = 20, 80
+EARLY, STEPS = 20, 60
 CHILD = """
 import gc, json, sys
 from pathlib import Path

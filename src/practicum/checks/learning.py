@@ -244,9 +244,7 @@ def gradient_shares(
     rows: Rows, targets: Mapping[str, float], least: int = 1
 ) -> dict[str, tuple[float, float]]:
     """Return each teacher's recent mean gradient share and its target, by default its share of prompts.
-
-    Teachers with fewer than `least` measurements are left out, because single steps are noisy.
-    """
+    Teachers with fewer than `least` measurements are left out, because single steps are noisy."""
     shares: dict[str, list[float]] = {}
     prompts: dict[str, float] = {}
     for row in rows:

@@ -75,9 +75,7 @@ class EngineKind(Protocol):
         self, rollout: Rollout, path: str | None, model: PreTrainedModel, weights: WeightSource
     ) -> Engine:
         """Return the engine that samples the responses of the student from `path`, with its current weights.
-
-        An engine with separate weights loads those of `weights`, immediately and at each wake-up.
-        """
+        An engine with separate weights loads those of `weights`, immediately and at each wake-up."""
         ...
 
     def share_order(self, engines: Sequence[Engine]) -> None:

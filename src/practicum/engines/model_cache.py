@@ -42,10 +42,8 @@ class ModelCache:
 
     @contextmanager
     def awake(self, name: str) -> Iterator[None]:
-        """Keep the model awake inside the context, and put it to sleep afterwards, even after an error.
-
-        If putting it to sleep fails too, the error of the context is raised.
-        """
+        """Keep the model awake inside the context, and put it to sleep afterwards, even after an error. If
+        putting it to sleep fails too, the error of the context is raised."""
         with self._turn:
             self.wakes[name] += 1
             self._make_room(name)

@@ -187,10 +187,8 @@ class DeviceMemory:
 def device_memory(
     setup: StepSetup, limit: float, machines: str, wanted: Needs | None
 ) -> tuple[DeviceMemory, ...]:
-    """Return each kind of device, or on the CPU what all `machines` hold together.
-
-    `limit` is the bytes of the smallest device, or of all machines. Without `wanted`, all is in this process.
-    """
+    """Return each kind of device, or on the CPU what all `machines` hold together. `limit` is the bytes of
+    the smallest device, or of all machines. Without `wanted`, all is in this process."""
     uses = _uses(setup)
     if wanted is None:
         return (DeviceMemory("this process", _joined([uses[TRAIN], uses[ROLLOUT]]), limit),)

@@ -211,10 +211,8 @@ class Learner(TrainedModel):
         return loss
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained weights without copying, tied ones once.
-
-        On several ranks each is gathered when its turn comes: all ranks must go through them.
-        """
+        """Yield the trained weights without copying, tied ones once. On several ranks each is gathered when
+        its turn comes: all ranks must go through them."""
         return whole_tensors(self.model, self._trained_names)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -229,10 +227,8 @@ class Learner(TrainedModel):
         return self.scorer.fingerprint(length)
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the model and its tokenizer in HuggingFace format, on rank 0.
-
-        An adapter is written in PEFT's format into the folder `adapter`, beside the model it is merged into.
-        """
+        """Write the model and its tokenizer in HuggingFace format, on rank 0. An adapter is written in PEFT's
+        format into the folder `adapter`, beside the model it is merged into."""
         rank = 0 if self.parallel is None else self.parallel.rank
 
         def gathered(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

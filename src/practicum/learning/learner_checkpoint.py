@@ -49,10 +49,8 @@ R = TypeVar("R", bound=JoinableReport)
 
 
 class TrainedModel:
-    """The optimizer and checkpoints of student and critic. `version` counts the updates of the weights.
-
-    Of a model with an adapter, a checkpoint has the trained weights. `base` is the fingerprint of the others.
-    """
+    """The optimizer and checkpoints of student and critic. `version` counts the updates of the weights. Of a
+    model with an adapter, a checkpoint has the trained weights. `base` is the fingerprint of the others."""
 
     NAME: ClassVar[str]
     trunk: PackedModel

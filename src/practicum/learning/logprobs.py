@@ -29,10 +29,8 @@ Reduce = Callable[[Tensor, slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M].
-
-    `more` is the result of `also`, `top` the most likely tokens and their logprobs at the wanted targets.
-    """
+    """Logprobs of the targets; entropy of the distribution; logprobs at temperature 1. All [M]. `more` is the
+    result of `also`, `top` the most likely tokens and their logprobs at the wanted targets."""
 
     logprobs_M: Tensor
     entropy_M: Tensor | None
@@ -182,10 +180,8 @@ class LogprobScorer:
 
     @torch.no_grad()
     def fingerprint(self, length: int = LENGTH) -> Tensor:
-        """Return logprobs [length - 1] of a fixed sequence, float32, by which weights are compared.
-
-        They are computed in the weights' dtype, as an engine does: autocast would hide small differences.
-        """
+        """Return logprobs [length - 1] of a fixed sequence, float32, by which weights are compared. They are
+        computed in the weights' dtype, as an engine does: autocast would hide small differences."""
         ids = torch.tensor(fingerprint_ids(self.trunk.model.config.get_text_config().vocab_size, length))
         prompt, response = (Ragged.from_rows([part]) for part in (ids[:1], ids[1:]))
         return self._scored(prompt, response, 1.0, None, mixed=False).values

@@ -214,10 +214,8 @@ class DistillSettings:
 
 
 def share_factors(weights_N: Tensor, teacher_N: Tensor, shares: Mapping[int, float]) -> Tensor:
-    """Return factors by teacher that make the weights' shares these and keep their sum.
-
-    Shares of teachers that have no weight go to the others, in proportion.
-    """
+    """Return factors by teacher that make the weights' shares these and keep their sum. Shares of teachers
+    that have no weight go to the others, in proportion."""
     sums = torch.zeros(int(teacher_N.max()) + 1, dtype=torch.float64)
     sums.index_add_(0, teacher_N, weights_N.double())
     present = [number for number in shares if number < len(sums) and sums[number] > 0]
@@ -280,10 +278,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Loss of each sampled token [M], and the parts of it that are reported.
-
-    `numbers`, and `rules` with where each held, are for the record of single tokens.
-    """
+    """Loss of each sampled token [M], and the parts of it that are reported. `numbers`, and `rules` with
+    where each held, are for the record of single tokens."""
 
     loss_M: Tensor
     policy_M: Tensor | None
@@ -295,10 +291,8 @@ class TokenLosses:
 def token_losses(
     found: TokenLogprobs, columns: Columns, session_M: Tensor, objective: Objective, means: TokenMeans
 ) -> TokenLosses:
-    """Return the losses of sampled tokens. Statistics go into `means`.
-
-    `columns` and `session_M` are of these tokens. A session's tokens must all be here (gspo).
-    """
+    """Return the losses of sampled tokens. Statistics go into `means`. `columns` and `session_M` are of these
+    tokens. A session's tokens must all be here (gspo)."""
     algorithm, teaching = objective.algorithm, objective.teaching
     logprobs_M, entropy_M = found.logprobs_M, found.entropy_M
     assert entropy_M is not None

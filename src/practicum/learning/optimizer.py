@@ -53,10 +53,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter], Train], torch.optim.Optimizer]
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], train: Train) -> torch.optim.Optimizer:
-    """Return AdamW, fused if possible. Weight decay applies to matrices, not to norms and biases.
-
-    Parameters of 16 bits have float32 weights beside them, to which the updates are added.
-    """
+    """Return AdamW, fused if possible. Weight decay applies to matrices, not to norms and biases. Parameters
+    of 16 bits have float32 weights beside them, to which the updates are added."""
     trained = [p for p in parameters if p.requires_grad]
     fused = all(has_fused_optimizers(p.device) for p in trained)
     return _adamw(trained, train, torch.optim.AdamW, fused=fused)
@@ -86,10 +84,8 @@ def _adamw(
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Runs an optimizer on float32 copies of its parameters, which are rounded from them.
-
-    In bfloat16 itself, an update of less than about 1/256 of a weight would be rounded away.
-    """
+    """Runs an optimizer on float32 copies of its parameters, which are rounded from them. In bfloat16 itself,
+    an update of less than about 1/256 of a weight would be rounded away."""
 
     def __init__(
         self, groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], options: dict[str, Any]

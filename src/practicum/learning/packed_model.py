@@ -86,10 +86,8 @@ class PackedModel:
         sampled_M: Tensor | None = None,
         sessions: Sequence[int] | None = None,
     ) -> Iterator[Packed]:
-        """Yield micro-batches on the model's device. Arguments are those of `RowSpans.microbatches`.
-
-        Ranks go through equally many: one with fewer runs made-up tokens that leave no trace.
-        """
+        """Yield micro-batches on the model's device. Arguments are those of `RowSpans.microbatches`. Ranks go
+        through equally many: one with fewer runs made-up tokens that leave no trace."""
         mine = rows.microbatches(self.token_budget, rows=only, sampled_M=sampled_M, sessions=sessions)
         missing = 0
         if self.parallel is not None:
@@ -135,10 +133,8 @@ class PackedModel:
             self._root.let_go()
 
     def hidden(self, packed: Packed, load: RouterLoad | None = None) -> Tensor:
-        """Return the hidden states [M, hidden] that predict the micro-batch's response tokens.
-
-        Recorded experts are replayed. `load` counts those that were taken.
-        """
+        """Return the hidden states [M, hidden] that predict the micro-batch's response tokens. Recorded
+        experts are replayed. `load` counts those that were taken."""
         if self._root is not None:
             return self._root(lambda: self._hidden(packed, load))
         return self._hidden(packed, load)

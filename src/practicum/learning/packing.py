@@ -123,10 +123,8 @@ class RowSpans:
         sampled_M: Tensor | None = None,
         sessions: Sequence[int] | None = None,
     ) -> Iterator[Packed]:
-        """Yield micro-batches of these rows (all if None), to predict the sampled tokens (all if None).
-
-        Rows with nothing to predict are in none of them. See `plan_microbatches` for `sessions`.
-        """
+        """Yield micro-batches of these rows (all if None), to predict the sampled tokens (all if None). Rows
+        with nothing to predict are in none of them. See `plan_microbatches` for `sessions`."""
         chosen = range(len(self.lengths)) if rows is None else rows
         if sampled_M is not None:
             sampled = np.concatenate([[0], sampled_M.numpy().cumsum()])

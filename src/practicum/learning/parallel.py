@@ -31,10 +31,8 @@ _PAUSE_S = 0.3
 
 
 class Root(nn.Module):
-    """Runs work on a model inside a forward pass, whose hooks gather the outermost weights.
-
-    A part that is trained with the model has its own root around it, for FSDP2 wants one dtype in each.
-    """
+    """Runs work on a model inside a forward pass, whose hooks gather the outermost weights. A part that is
+    trained with the model has its own root around it, for FSDP2 wants one dtype in each."""
 
     def __init__(self, part: nn.Module, inner: Root | None = None) -> None:
         super().__init__()
@@ -114,10 +112,8 @@ class Parallel:
         return root
 
     def _describe_weights(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
-        """Return the whole weights and buffers by name, on rank 0, or None if every rank has them.
-
-        Models without weights take dtypes and generation config of rank 0's.
-        """
+        """Return the whole weights and buffers by name, on rank 0, or None if every rank has them. Models
+        without weights take dtypes and generation config of rank 0's."""
         if not any(self.gather(model.device.type == "meta")):
             return None
         mine = dict(named_states(model))
@@ -173,10 +169,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(model: nn.Module, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's parameters and saved buffers, tied ones once, or the parameters of these names.
-
-    Every rank must go through them.
-    """
+    """Yield the model's parameters and saved buffers, tied ones once, or the parameters of these names. Every
+    rank must go through them."""
     for name, parameter in model.named_parameters():
         if only is None or name in only:
             yield name, whole(parameter.detach())

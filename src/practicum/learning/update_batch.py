@@ -204,10 +204,8 @@ class TokenMeans:
 
 
 class RouterLoad:
-    """Which experts the input tokens of an update took, over micro-batches.
-
-    Tokens that rows share count as often as they are computed.
-    """
+    """Which experts the input tokens of an update took, over micro-batches. Tokens that rows share count as
+    often as they are computed."""
 
     def __init__(self, experts: int) -> None:
         self.experts = experts

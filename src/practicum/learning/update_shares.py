@@ -75,10 +75,8 @@ class PartGradients:
 
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> PartShares:
-        """Return the shares after the step. `clip` is the factor of the gradient's clipping.
-
-        With `project` the step is first changed so that no part gets worse by it.
-        """
+        """Return the shares after the step. `clip` is the factor of the gradient's clipping. With `project`
+        the step is first changed so that no part gets worse by it."""
         count = len(self._parts)
         removed = self._project(optimizer) if self._project_step else [0.0] * count
         products = self._products(optimizer)

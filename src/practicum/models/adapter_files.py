@@ -141,10 +141,8 @@ class SavedAdapter:
             return {_own_name(name): x for name, x in load_file(self.folder / WEIGHTS).items()}
 
     def check_fits(self, base: nn.Module, about: str) -> None:
-        """Raise a RecipeError if a layer that it adapts is missing in a base, or has other widths there.
-
-        The base may be without weights. `about` says in errors which it is.
-        """
+        """Raise a RecipeError if a layer that it adapts is missing in a base, or has other widths there. The
+        base may be without weights. `about` says in errors which it is."""
         modules = dict(base.named_modules())
         for name, (_, width) in self.shapes.items():
             place, part, _ = name.partition(".lora_A.")

@@ -107,9 +107,7 @@ class _PaddedLayout:
 @contextmanager
 def laid_out(model: PreTrainedModel, layout: Layout, tokens: int) -> Iterator[Layout]:
     """Inside the context, the model's layers compute packed tokens with this layout, followed by padding.
-
-    With recomputed activations, the backward pass must be inside too.
-    """
+    With recomputed activations, the backward pass must be inside too."""
     rows, seam = padded_tokens(tokens, mlp_width(model)), seam_of(model)
     seam.layout = layout if tokens == rows else _PaddedLayout(layout, tokens, rows)
     try:
@@ -121,9 +119,7 @@ def laid_out(model: PreTrainedModel, layout: Layout, tokens: int) -> Iterator[La
 @contextmanager
 def computing_only(mlp: nn.Module | None, token_M: Tensor, width: int) -> Iterator[None]:
     """Inside the context, this MLP computes these of the packed tokens alone, and returns 0 for the others.
-
-    For the last layer's, whose output for other tokens nothing reads. None changes nothing.
-    """
+    For the last layer's, whose output for other tokens nothing reads. None changes nothing."""
     if mlp is None:
         yield
         return
@@ -151,10 +147,8 @@ def packed_forward(
     images: Sequence[Images] = (),
     picture_N: Tensor | None = None,
 ) -> Tensor:
-    """Return the last hidden states [N, hidden] of packed tokens. Positions are [N] or [N, D].
-
-    Images come in the order of their tokens: those of `picture_N`, or unset the first image tokens.
-    """
+    """Return the last hidden states [N, hidden] of packed tokens. Positions are [N] or [N, D]. Images come in
+    the order of their tokens: those of `picture_N`, or unset the first image tokens."""
     tokens = len(ids_N)
     rows = padded_tokens(tokens, mlp_width(model))
     if is_vision(model.config):

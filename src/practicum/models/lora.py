@@ -42,10 +42,8 @@ _SAMPLE = 64
 
 
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, source: str | None = None) -> None:
-    """Put a new adapter on a model on the CPU and freeze all other weights.
-
-    It starts without effect (B = 0). A is a function of the seed. `source` is where the base came from.
-    """
+    """Put a new adapter on a model on the CPU and freeze all other weights. It starts without effect (B = 0).
+    A is a function of the seed. `source` is where the base came from."""
     modules, parameters = find_targets(model, lora.targets)
     _require_useful_rank(model, lora.rank, [*(f"{name}.weight" for name in modules), *parameters])
     config = peft.lora_config(
@@ -153,11 +151,8 @@ def base_fingerprint(model: nn.Module, gather: Gather = lambda tensor: tensor) -
 
 
 def put_adapters(base: PreTrainedModel, adapters: Mapping[str, SavedAdapter], about: str) -> None:
-    """Put adapters on a model without one, under these names, and freeze the model.
-
-    Raise RecipeError before loading if an adapter has another base. `about` describes the base in the
-    message.
-    """
+    """Put adapters on a model without one, under these names, and freeze the model. Raise RecipeError before
+    loading if an adapter has another base. `about` describes the base in the message."""
     fingerprint = base_fingerprint(base)
     for saved in adapters.values():
         saved.check_base(fingerprint, about)
@@ -194,10 +189,8 @@ def rows_of(model: nn.Module) -> AdapterRows | None:
 
 
 def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the linear layers to adapt, and the stacked weights of experts, by their full names.
-
-    `targets` is "all", or endings of their names. A RecipeError names one that fits nothing.
-    """
+    """Return the linear layers to adapt, and the stacked weights of experts, by their full names. `targets`
+    is "all", or endings of their names. A RecipeError names one that fits nothing."""
     layers = tuple(f"{name}." for name in text_layers(model))
     left_out = read_weights_of(model)
     linears = (

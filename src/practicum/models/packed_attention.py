@@ -107,10 +107,8 @@ class _Block:
 
 
 class _LongBlocks(torch.autograd.Function):
-    """Blocks with many keys: writes their outputs into those of the others [N, heads x D].
-
-    Saves inputs and outputs for the gradient, and gathers blocks again in the backward pass.
-    """
+    """Blocks with many keys: writes their outputs into those of the others [N, heads x D]. Saves inputs and
+    outputs for the gradient, and gathers blocks again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -197,11 +195,8 @@ class PackedLayout:
 
     @classmethod
     def of_sequences(cls, lengths: Sequence[int]) -> PackedLayout:
-        """Lay out whole sequences for sampling.
-
-        Each is padded to a length that depends on its own alone (`padded_length`), so that a sequence's
-        numbers do not depend on its neighbours.
-        """
+        """Lay out whole sequences for sampling. Each is padded to a length that depends on its own alone
+        (`padded_length`), so that a sequence's numbers do not depend on its neighbours."""
         ends = np.cumsum(lengths).tolist()
         alike: dict[int, list[tuple[int, ...]]] = {}
         for end, length in zip(ends, lengths, strict=True):
@@ -302,9 +297,7 @@ def _pieces(segments: Segments, prefix: Ints) -> _Pieces:
 
 def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of pieces that become one block each: little padding, or too little to be worth a block.
-
-    Blocks with many keys gather no more than `most_keys`, unless one piece has more.
-    """
+    Blocks with many keys gather no more than `most_keys`, unless one piece has more."""
     first = real = queries = keys = 0
     counts = map(padded_rows, pieces.queries.tolist()), map(padded_keys, pieces.keys.tolist())
     for i, (n, seen) in enumerate(zip(*counts, strict=True)):
@@ -324,10 +317,8 @@ def _cuts(pieces: _Pieces, most_keys: int) -> Iterator[tuple[int, int]]:
 def _block(
     pieces: _Pieces, queries: int, keys: int, before: Sequence[Ints] = (), *, causal: bool = False
 ) -> tuple[_Block, Ints]:
-    """Return pieces padded to these widths or more, and the packed token of each query, or -1.
-
-    `before` are the tokens before each segment, if any has some.
-    """
+    """Return pieces padded to these widths or more, and the packed token of each query, or -1. `before` are
+    the tokens before each segment, if any has some."""
     origin, start, stop, prefix = (
         column[:, None] for column in (pieces.segment_start, pieces.start, pieces.stop, pieces.prefix)
     )

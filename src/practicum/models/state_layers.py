@@ -60,10 +60,8 @@ class StateLayer:
     """It takes several tokens after a state; otherwise only one."""
 
     def run(self, rows_BTH: Tensor, states: States | None = None) -> tuple[Tensor, States]:
-        """Return the output of rows that continue from states, and the states after them.
-
-        Given states may be overwritten.
-        """
+        """Return the output of rows that continue from states, and the states after them. Given states may be
+        overwritten."""
         taken, own_forward = _RowStates(states or {}), type(self.module).forward
         adapters = getattr(self.module, _SEAM)[0].adapters
         parts = [] if adapters is None else adapters.parts
@@ -179,9 +177,7 @@ KNOWN_LAYERS = (
 
 def unknown_layers(model: nn.Module) -> str:
     """Return the layers that remember earlier tokens in a way that practicum can't lay out, or empty if none.
-
-    Types and shapes of layers alone decide, so that all commands refuse the same models.
-    """
+    Types and shapes of layers alone decide, so that all commands refuse the same models."""
     if unknown := _layers_that(model, "unknown"):
         return f"layers {unknown}"
     if counting := _layers_that(model, "counts"):

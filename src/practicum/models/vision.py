@@ -134,10 +134,8 @@ def embed(
     images: Sequence[Images],
     picture_N: Tensor | None = None,
 ) -> Tensor:
-    """Return embeddings [N, hidden] of packed tokens, images in place of their tokens (`picture_N`).
-
-    Unset, these are the first image tokens. With positions of three axes it is checked that they fit.
-    """
+    """Return embeddings [N, hidden] of packed tokens, images in place of their tokens (`picture_N`). Unset,
+    these are the first image tokens. With positions of three axes it is checked that they fit."""
     base: Any = model.base_model
     embedded_N = base.get_input_embeddings()(ids_N)
     if not images:

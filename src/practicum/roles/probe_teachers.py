@@ -101,10 +101,8 @@ def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], l
 def compare_teachers(
     recipe: Recipe, model: PreTrainedModel, engine: Engine, teachers: Teachers
 ) -> tuple[list[str], list[str]]:
-    """Return the same of these teachers, by the student's engine.
-
-    Raise a TeacherError if one has too little in common with the student.
-    """
+    """Return the same of these teachers, by the student's engine. Raise a TeacherError if one has too little
+    in common with the student."""
     if not _comparable(recipe, model):
         return [], []
     stream = make_stream(recipe.tasks, recipe.seed, needs_answer=recipe.tasks_needing_answer)

@@ -235,10 +235,8 @@ class StudentRole:
         first: bool,
         stale: bool,
     ) -> None:
-        """Raise on invalid numbers of an optimizer step, before the weights change.
-
-        `new_pairs` are the pairs of teacher and domain in the first step of a run, otherwise none.
-        """
+        """Raise on invalid numbers of an optimizer step, before the weights change. `new_pairs` are the pairs
+        of teacher and domain in the first step of a run, otherwise none."""
         for number, (teacher, _) in enumerate(new_pairs):
             sums = self.learner.by_group.sums.get(number, {})
             if "shared_mass" in sums and sums["coverage"]:

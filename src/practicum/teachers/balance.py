@@ -17,10 +17,8 @@ Moments = tuple[int, float, float]
 
 
 def spread_factors(moments: Mapping[int, Moments]) -> dict[int, float]:
-    """Return clip(sigma of all tokens / sigma of the teacher's, 1/4, 4) for each teacher.
-
-    `moments` are of log teacher - log student. Normalisation per domain: DN-MOPD, arXiv:2609.35347.
-    """
+    """Return clip(sigma of all tokens / sigma of the teacher's, 1/4, 4) for each teacher. `moments` are of
+    log teacher - log student. Normalisation per domain: DN-MOPD, arXiv:2609.35347."""
     whole = _sigma((*(sum(parts) for parts in zip(*moments.values(), strict=True)),)) if moments else 0.0
     factors = {}
     for number, own in moments.items():

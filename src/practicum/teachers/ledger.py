@@ -74,10 +74,8 @@ class Ledger:
         }
 
     def starved(self, shares: Mapping[str, float] | None) -> str | None:
-        """Return a warning about teachers whose gradient share is far below the target, or None.
-
-        The target is the recipe's, or the teacher's share of the prompts.
-        """
+        """Return a warning about teachers whose gradient share is far below the target, or None. The target
+        is the recipe's, or the teacher's share of the prompts."""
         parts = []
         for name, line in self.teachers.items():
             share = line.get("gradient_share")

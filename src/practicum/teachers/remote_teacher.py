@@ -71,10 +71,8 @@ class RemoteScorer(Client, Scorer):
 async def probe_teacher(
     teacher: RemoteScorer, options: ScoreOptions, vocab_size: int, context_needed: int
 ) -> None:
-    """Ask a server for its models and, twice, for the scores of a known sequence.
-
-    Raise a RecipeError if it fails. `context_needed` is the longest prompt and response together.
-    """
+    """Ask a server for its models and, twice, for the scores of a known sequence. Raise a RecipeError if it
+    fails. `context_needed` is the longest prompt and response together."""
     longest = (await teacher.check_model()).get("max_model_len")
     if longest is not None and longest < context_needed + 1:
         raise RecipeError(

@@ -23,10 +23,8 @@ class RoutingError(DataError):
 
 
 def teacher_of(prompt: Prompt, route: Route, teachers: Collection[str], seed: int) -> str:
-    """Return the teacher of a prompt, which depends only on recipe, seed and prompt.
-
-    A single teacher takes every prompt. Among several with weights, one is drawn by (seed, prompt.uid).
-    """
+    """Return the teacher of a prompt, which depends only on recipe, seed and prompt. A single teacher takes
+    every prompt. Among several with weights, one is drawn by (seed, prompt.uid)."""
     if len(teachers) == 1:
         return next(iter(teachers))
     value = routed_value(prompt, route)

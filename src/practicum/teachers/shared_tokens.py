@@ -39,10 +39,8 @@ _SPACE, _ANSWER = "\u2581", "xyzzy"
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the bytes of each token. Special tokens have none.
-
-    Supports byte-level, SentencePiece and plain-text vocabularies. Raise RecipeError for others.
-    """
+    """Return the bytes of each token. Special tokens have none. Supports byte-level, SentencePiece and
+    plain-text vocabularies. Raise RecipeError for others."""
     backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
     if "WordPiece" in decoder or "BPEDecoder" in decoder:
@@ -148,10 +146,8 @@ class SharedTokens:
         return not compare_vocabularies(self.student, self.teacher, "", chat=chat)
 
     def align(self, response: Sequence[int]) -> Alignment:
-        """Return the alignment of an answer, up to a special token or a character that is cut.
-
-        The tokens that end an answer are a pair, if all that precedes is aligned.
-        """
+        """Return the alignment of an answer, up to a special token or a character that is cut. The tokens
+        that end an answer are a pair, if all that precedes is aligned."""
         own = [self._own[i] for i in response]
         until = next((i for i, part in enumerate(own) if not part), len(own))
         whole = b"".join(own[:until])
@@ -231,10 +227,8 @@ class SharedTokens:
         return torch.tensor(kept, dtype=torch.int64).reshape(tokens_NK.shape)
 
     def _would_join(self, first: int, second: int) -> bool:
-        """Return True if the teacher's tokenizer never writes these two tokens one after the other.
-
-        Adjacent pairs decide which sequences of tokens BPE can write.
-        """
+        """Return True if the teacher's tokenizer never writes these two tokens one after the other. Adjacent
+        pairs decide which sequences of tokens BPE can write."""
         try:
             alone = self._theirs[first].decode()
             both = (self._theirs[first] + self._theirs[second]).decode()
@@ -244,10 +238,8 @@ class SharedTokens:
         return is_text and self._tokenise(alone) == [first] and self._tokenise(both)[:-1] != [first]
 
     def scores(self, found: Alignment, scores: Scores, length: int, top_RK: Tensor | None) -> Scores:
-        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none.
-
-        The last position of a mismatched chunk has the logprob of the whole chunk, the others 0.
-        """
+        """Return the teacher's scores at the student's positions and of its tokens, -1 where it has none. The
+        last position of a mismatched chunk has the logprob of the whole chunk, the others 0."""
         mine, theirs = found.pairs.unbind(1)
         logprobs_R = torch.zeros(length)
         logprobs_R[mine] = scores.logprobs[theirs]

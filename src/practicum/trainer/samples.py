@@ -58,10 +58,8 @@ class StepSamples:
 
 
 class Failures:
-    """Counts failed sessions by reason, together if reasons differ only in numbers and quoted values.
-
-    `say` receives the first failure of each reason, `log` all failures, and each traceback once.
-    """
+    """Counts failed sessions by reason, together if reasons differ only in numbers and quoted values. `say`
+    receives the first failure of each reason, `log` all failures, and each traceback once."""
 
     def __init__(self, say: Callable[[str], None], log: Callable[[str], None]) -> None:
         self._say, self._log = say, log

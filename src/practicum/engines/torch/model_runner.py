@@ -117,9 +117,7 @@ class ModelRunner:
         wanted_M: Tensor | None = None,
     ) -> Tensor:
         """Return last hidden states of packed tokens, [M, hidden] of those that are wanted, by default all.
-
-        `parts` assigns adapters to the packed tokens.
-        """
+        `parts` assigns adapters to the packed tokens."""
         if parts:
             assert self.adapters is not None
             with self.adapters.use(parts):
@@ -215,10 +213,8 @@ def _compute(
 def decode(
     runner: ModelRunner, memory: KvMemory, token_B: Tensor, length_B: Tensor, position_B: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Decode one new token for each slot after its `length` tokens. The default position is `length`.
-
-    Return last hidden states [B, hidden] and experts.
-    """
+    """Decode one new token for each slot after its `length` tokens. The default position is `length`. Return
+    last hidden states [B, hidden] and experts."""
     inputs = StepInputs(token_B, length_B if position_B is None else position_B, ())
     return runner.routed(inputs, DecodeLayout(memory, length_B))
 
@@ -246,10 +242,8 @@ def pack(
     starts: Sequence[int] = (),
     tails: Sequence[tuple[int, ...]] = (),
 ) -> StepInputs:
-    """Pack sequences one after the other, each with its tail, by default none.
-
-    Packs the tokens from `starts` on, by default all. Images must precede a tail and a start above 0.
-    """
+    """Pack sequences one after the other, each with its tail, by default none. Packs the tokens from `starts`
+    on, by default all. Images must precede a tail and a start above 0."""
     tails = tails or [()] * len(sequences)
     cuts = list(zip(sequences, starts or [0] * len(sequences), strict=True))
     parts = [(s.ids + tail)[start:] for (s, start), tail in zip(cuts, tails, strict=True)]

@@ -82,10 +82,8 @@ class CachedSequence:
         return alike and self.pictures == prompt.pictures and _agree(self.experts, prompt.experts)
 
     def beginning_of(self, prompt: PromptKey) -> CachedSequence | None:
-        """Return the longest common prefix with the prompt, or None if it is less than half of it.
-
-        States and images belong to whole sequences alone.
-        """
+        """Return the longest common prefix with the prompt, or None if it is less than half of it. States and
+        images belong to whole sequences alone."""
         most = min(len(self), len(prompt) - 1)
         differ = (i for i in range(most) if self.ids[i] != prompt.ids[i])
         count = next(differ, most)
@@ -153,10 +151,8 @@ class SequenceCache:
         self.nbytes += kept.kv.nbytes
 
     def find(self, prompt: PromptKey) -> CachedSequence | None:
-        """Return the longest cached sequence that the prompt extends by at least one token.
-
-        It may be the beginning of one, if that is at least half of the prompt.
-        """
+        """Return the longest cached sequence that the prompt extends by at least one token. It may be the
+        beginning of one, if that is at least half of the prompt."""
         if not self._by_hash:
             return None
         places = _hashes(prompt.ids, prompt.pictures)

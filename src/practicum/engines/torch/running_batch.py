@@ -29,10 +29,8 @@ def _column(number: int) -> Any:
 
 
 class RunningBatch:
-    """Running sessions in rows 0..count-1, and their sequences in slots 0..sequences-1.
-
-    With `routes`, it also stores the experts of the tokens.
-    """
+    """Running sessions in rows 0..count-1, and their sequences in slots 0..sequences-1. With `routes`, it
+    also stores the experts of the tokens."""
 
     def __init__(self, slots: int, context: int, device: torch.device, routes: Routes | None = None) -> None:
         self.jobs: list[GenerateJob] = []
@@ -173,10 +171,8 @@ class RunningBatch:
         ]
 
     def regroup(self, gone: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Forget these rows, and split the sequences whose rows have different newest tokens.
-
-        Return the copies to make between slots, (source, target, length). No target is a source.
-        """
+        """Forget these rows, and split the sequences whose rows have different newest tokens. Return the
+        copies to make between slots, (source, target, length). No target is a source."""
         if not gone and self.count == self.sequences:
             return []
         state, leaving = self._state[: self.count].tolist(), set(gone)

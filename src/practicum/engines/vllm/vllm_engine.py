@@ -342,10 +342,8 @@ class VllmEngine(Engine):
             raise EngineError("vLLM did not forget the prompts that it computed with older weights")
 
     def _adapter(self, name: str | None) -> Any:
-        """Return the adapter of a request. It is the last one sent, if `load_weights` sends adapters.
-
-        Raise an EngineError if the engine has no weights, or not all of them.
-        """
+        """Return the adapter of a request. It is the last one sent, if `load_weights` sends adapters. Raise
+        an EngineError if the engine has no weights, or not all of them."""
         if self._broken is not None:
             raise EngineError(self._broken)
         if self._write_adapter is not None:

@@ -38,10 +38,8 @@ class WorkerDied(PracticumError):
 
 
 def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequence[str]) -> list[Any]:
-    """Return the results of calls in order. Raise the first failure immediately.
-
-    Errors are those that the worker raised. A dead worker is WorkerDied. `who` names the workers.
-    """
+    """Return the results of calls in order. Raise the first failure immediately. Errors are those that the
+    worker raised. A dead worker is WorkerDied. `who` names the workers."""
     names = dict(zip(refs, who, strict=True))
     results: dict[ObjectRef[Any], Any] = {}
     deadline = time.monotonic() + timeout
@@ -87,10 +85,8 @@ async def ask_async(ref: ObjectRef[Any], *, timeout: float, owner: str, who: str
 
 
 async def each_report(reports: Any, *, who: str) -> AsyncIterator[Any]:
-    """Yield results of a streaming call as they arrive. Closing the iterator cancels the call.
-
-    `reports` is the call's ObjectRefGenerator. Set the deadline at the call site.
-    """
+    """Yield results of a streaming call as they arrive. Closing the iterator cancels the call. `reports` is
+    the call's ObjectRefGenerator. Set the deadline at the call site."""
     try:
         async for ref in reports:
             try:
@@ -134,10 +130,8 @@ def _named(error: RayError, who: str, ref: ObjectRef[Any]) -> BaseException:
 
 
 def _reason(error: BaseException, ref: ObjectRef[Any] | None = None) -> str:
-    """Return the line of Ray's message that says why: the last one, without its list of common causes.
-
-    Append the address of the worker's host, if that is not this one.
-    """
+    """Return the line of Ray's message that says why: the last one, without its list of common causes. Append
+    the address of the worker's host, if that is not this one."""
     where = f" (it ran{host})" if (host := on_host(ref, error)) else ""
     if isinstance(error, ActorUnavailableError):  # whoever restarts it ends it first
         return f"it accepts no connections: it hangs, or its machine is unreachable{where}"

@@ -55,10 +55,8 @@ def set_environment(runtime: Runtime) -> None:
 
 
 def connect(runtime: Runtime, env: Mapping[str, str]) -> Callable[[], None]:
-    """Connect this process to the recipe's cluster. Return a function that disconnects.
-
-    Do nothing if this process is connected already. Processes of a cluster that is started here have `env`.
-    """
+    """Connect this process to the recipe's cluster. Return a function that disconnects. Do nothing if this
+    process is connected already. Processes of a cluster that is started here have `env`."""
     set_environment(runtime)
     ray, starts = import_ray(), runtime.address is None
     if ray.is_initialized():

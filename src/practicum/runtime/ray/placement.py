@@ -103,10 +103,8 @@ def uses_gpu(device: str, gpus: bool) -> bool:
 
 
 def needs(recipe: Recipe, plan: Plan | None = None, *, gpus: bool) -> Needs:
-    """Return what the recipe needs, with teachers only if the plan has them.
-
-    `gpus` is true if the cluster has any: then a device of a model that is not on the CPU is a GPU with CPUs.
-    """
+    """Return what the recipe needs, with teachers only if the plan has them. `gpus` is true if the cluster
+    has any: then a device of a model that is not on the CPU is a GPU with CPUs."""
     judges = recipe.computes_reward or recipe.evaluates
     holds_models = judges and any(not m.scores_during_rollout for m in recipe.reward.models.values())
     nodes = recipe.pools.train.nodes
@@ -133,10 +131,8 @@ Shared = tuple[Bundle, list[tuple[str, int, int]]]
 
 
 def _student(recipe: Recipe, gpus: bool, reward_workers: int) -> Iterator[Shared]:
-    """Yield learner ranks and engines: together on the devices of train, or in separate pools.
-
-    Reward workers that hold colocated models share the devices of train.
-    """
+    """Yield learner ranks and engines: together on the devices of train, or in separate pools. Reward workers
+    that hold colocated models share the devices of train."""
     pools, threads = recipe.pools, recipe.runtime.threads or 1
     on_gpu = uses_gpu(recipe.model.device, gpus)
     span = recipe.rollout.engine_devices if pools.rollout else 1
@@ -202,10 +198,8 @@ def _shortages(needs: Needs, nodes: Sequence[Node]) -> list[str]:
 
 
 def refusal(needs: Needs, nodes: Sequence[Node], *, started_here: bool = False) -> str:
-    """Describe what is wanted and available, and what to change.
-
-    `started_here` selects the advice for a cluster that the run starts itself.
-    """
+    """Describe what is wanted and available, and what to change. `started_here` selects the advice for a
+    cluster that the run starts itself."""
     short = _shortages(needs, nodes)
     reason = "" if short else ": no machine has the resources that must be on one machine"
     has = amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))

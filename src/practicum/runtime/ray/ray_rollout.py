@@ -107,11 +107,8 @@ class RayWorkers:
     def _requests(
         self, attempts: Sequence[Attempt], partition: str, seed: int, at_once: Callable[[Prompt], bool]
     ) -> list[RolloutRequest]:
-        """Return the sessions of each request to a replica: whole prompts.
-
-        One prompt, if its single sessions are scored immediately. Otherwise, as many as fill an engine,
-        because each request costs calls.
-        """
+        """Return the sessions of each request to a replica: whole prompts. One prompt, if its single sessions
+        are scored immediately. Otherwise, as many as fill an engine, because each request costs calls."""
         groups: dict[int, list[Attempt]] = {}
         for attempt in attempts:
             groups.setdefault(attempt.prompt.uid, []).append(attempt)

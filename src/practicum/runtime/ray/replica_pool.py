@@ -95,10 +95,8 @@ class ReplicaPool:
             self.reruns += 1
 
     async def each(self, work: Callable[[Any], Awaitable[T]]) -> list[T]:
-        """Run idempotent work, such as loading weights, on every replica concurrently.
-
-        Waits for replicas that are starting, and repeats the work on replicas that die.
-        """
+        """Run idempotent work, such as loading weights, on every replica concurrently. Waits for replicas
+        that are starting, and repeats the work on replicas that die."""
 
         async def on_place(place: _Place) -> T:
             while True:

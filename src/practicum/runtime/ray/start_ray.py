@@ -64,10 +64,8 @@ def start_ray(
 
 @dataclass
 class _Starter:
-    """Starts the workers of a run, and restarts those that died.
-
-    Restarted replicas get the weights in `student`, by engine, and in `copies`, of teachers that copy it.
-    """
+    """Starts the workers of a run, and restarts those that died. Restarted replicas get the weights in
+    `student`, by engine, and in `copies`, of teachers that copy it."""
 
     recipe: Recipe
     plan: Plan

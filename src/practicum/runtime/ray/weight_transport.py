@@ -65,10 +65,8 @@ def publish(
     *,
     bucket_bytes: int = 64 * 2**20,
 ) -> Manifest:
-    """Copy weights, so that later changes to them do not matter.
-
-    The process that calls this owns the bytes: they die with it. A tensor above bucket_bytes goes alone.
-    """
+    """Copy weights, so that later changes to them do not matter. The process that calls this owns the bytes:
+    they die with it. A tensor above bucket_bytes goes alone."""
     buckets = []
     for tensors in in_buckets(weights, bucket_bytes):
         if transport == "nixl" or (transport == "auto" and _can_go_direct(tensors[0][1])):
@@ -85,10 +83,8 @@ def publish(
 
 
 def receive(manifest: Manifest, *, timeout: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a manifest. Raise an EngineError if they are lost.
-
-    The caller must not change them: they are views of shared memory or, by NIXL, of a device's memory.
-    """
+    """Yield the weights of a manifest. Raise an EngineError if they are lost. The caller must not change
+    them: they are views of shared memory or, by NIXL, of a device's memory."""
     deadline = time.monotonic() + timeout
     what = f"weights of version {manifest.version}"
     for number, bucket in enumerate(manifest.buckets):

@@ -136,10 +136,8 @@ class RayLearnerRank(LearnerRank):
         }
 
     def publish_copy(self, folder: Path, name: str) -> Manifest | None:
-        """Publish the weights that a teacher elsewhere, a copy of the student, had saved, if it had.
-
-        Called on one rank, which lives as long as the run: those of a teacher would die with it.
-        """
+        """Publish the weights that a teacher elsewhere, a copy of the student, had saved, if it had. Called
+        on one rank, which lives as long as the run: those of a teacher would die with it."""
         path = folder / f"{name}.safetensors"
         if not path.is_file():
             return None
@@ -172,9 +170,7 @@ class TrainWorker(Worker):
         self, rank: int, meeting: tuple[str, int], names: Sequence[str] = (), *heads: OutputHead
     ) -> frozenset[int]:
         """Connect to the other ranks at this address and port, and load the models. Return the stop tokens.
-
-        `heads` are the output heads of the teachers elsewhere of these names.
-        """
+        `heads` are the output heads of the teachers elsewhere of these names."""
         recipe, plan, world = self.recipe, self.plan, self.recipe.data_parallel
         self._sentences: list[str] = []
         self.watch = Watch(recipe.checks, self._sentences.append)
@@ -263,10 +259,8 @@ class TeacherWorker(Worker):
 
 
 class RewardWorker(Worker):
-    """Reads finished sessions from the store, scores them, and writes their rewards.
-
-    Calls run concurrently, if no colocated model takes part.
-    """
+    """Reads finished sessions from the store, scores them, and writes their rewards. Calls run concurrently,
+    if no colocated model takes part."""
 
     def begin(self, replicas: Mapping[str, Sequence[Any]]) -> None:
         """Load reward functions and models. `replicas` are of models with their own resources."""
