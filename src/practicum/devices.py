@@ -147,3 +147,18 @@ def collective_backends(device: str) -> str:
             f"data-parallel ranks on {device} are not supported: use {' or '.join(_COLLECTIVES)}"
         )
     return _COLLECTIVES[device]
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of the accelerators' global generators by device type."""
+    import torch
+
+    return {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restore the generators of this machine's devices to the states of `random_states`."""
+    import torch
+
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from practicum import devices
+
 
 def seed_generators(seed: int) -> None:
     """Seed the global generators with the run's seed."""
@@ -27,14 +29,14 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        **devices.random_states(),
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Restore a state of `random_state`."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state.get("cuda") and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    devices.set_random_states(state)
