@@ -58,7 +58,8 @@ class VllmThread:
         with _STARTING, _environment(variables), _core_main():
             before = set(multiprocessing.active_children())
             self._made = self._in_thread(self._make)
-            while self._process is None and not self._made.done():
+            until = time.monotonic() + setup.start_s
+            while self._process is None and not self._made.done() and time.monotonic() < until:
                 time.sleep(0.02)  # vLLM does not report that the process has started
                 new = set(multiprocessing.active_children()) - before
                 self._process = next((p for p in new if p.name.startswith("EngineCore")), None)
