@@ -185,6 +185,12 @@ def write_results(name: str, content: Mapping[str, Any]) -> Path:
     return path
 
 
+def stored(name: str, part: str = "raced") -> dict[str, Any]:
+    """A part of results/<name>.json, empty if there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()).get(part, {}) if path.is_file() else {}
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores and versions, without names of hosts or people."""
     installed = {one.name for one in importlib.metadata.distributions()}
