@@ -56,15 +56,8 @@ def measure(rounds: int, steps: int, threads: Sequence[int]) -> dict[str, dict[s
                 for kind in (LOCAL, RAY)
             ]
             raced[setting] = harness.race(contenders, rounds, warmup=2)
-            check_same(raced[setting])
+            harness.require_same_work(raced[setting])
     return raced
-
-
-def check_same(raced: dict[str, list[Measured]]) -> None:
-    """A ValueError if the two did not do the same work."""
-    for mine, theirs in zip(raced[RAY], raced[LOCAL], strict=True):
-        if mine["tokens"] != theirs["tokens"]:
-            raise ValueError(f"not the same steps: {mine['tokens']} and {theirs['tokens']} tokens sampled")
 
 
 def main() -> None:

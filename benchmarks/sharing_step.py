@@ -39,7 +39,7 @@ CASES = {
 }
 FILES = {"file": "train.jsonl", "eval_file": "eval.jsonl"}
 OURS, OFF = "practicum", "prompts only"
-ROUNDS = 5
+ROUNDS = 4
 
 
 async def rewriting(session: Session) -> None:
@@ -125,8 +125,9 @@ def recipe_of(case: str) -> Recipe:
 def prepared() -> Path:
     """The folder of SmolLM2-135M-Instruct and its questions; made on first use, then kept."""
     script, folder = HERE.parent / "recipes" / "smollm2" / "prepare.py", CACHE / "smollm2"
-    command = [sys.executable, script, "--out", folder, "--cache", CACHE / "smollm2-download"]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    if not folder.exists():
+        command = [sys.executable, script, "--out", folder, "--cache", CACHE / "smollm2-download"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
     return folder
 
 
@@ -140,8 +141,9 @@ def main(titles: Sequence[str]) -> None:
         else:
             random_folder(256, 4)
         options = [(name, {"case": CASES[title], "shares": name == OURS}) for name in (OURS, OFF)]
-        contenders = [Contender(name, f"{__name__}:practicum", chosen) for name, chosen in options]
+        contenders = [Contender(name, "benchmarks.sharing_step:practicum", chosen) for name, chosen in options]
         raced[title] = harness.race(contenders, ROUNDS)
+        harness.require_same_work(raced[title])
         settings = {"prompts": PROMPTS, "samples": SAMPLES, "turns": TURNS, "turn_tokens": TURN_TOKENS}
         harness.write_results("sharing_step", {"settings": settings | {"rounds": ROUNDS}, "raced": raced})
 
