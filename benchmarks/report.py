@@ -35,7 +35,7 @@ def rollout(found: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### Rollout, {where(found)}", table(head, rows), *busy(found["raced"])])
 
 
-def beside_trl(found: Mapping[str, Any], title: str) -> str:
+def beside_trl(found: Mapping[str, Any], heading: str) -> str:
     """Seconds per step of both, and the ratio."""
     rows = []
     for title, rounds in found["raced"].items():
@@ -55,7 +55,7 @@ def beside_trl(found: Mapping[str, Any], title: str) -> str:
         "reward",
         "practicum is faster by",
     ]
-    return "\n\n".join([f"### {title}, {where(found)}", table(head, rows), *busy(found["raced"])])
+    return "\n\n".join([f"### {heading}, {where(found)}", table(head, rows), *busy(found["raced"])])
 
 
 def profile(found: Mapping[str, Any]) -> str:
@@ -232,9 +232,9 @@ def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
 
 SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "rollout": rollout,
-    "grpo_step": partial(beside_trl, title="GRPO step"),
-    "words_step": partial(beside_trl, title="GRPO step on words"),
-    "hybrid_step": partial(beside_trl, title="GRPO step of a hybrid model"),
+    "grpo_step": partial(beside_trl, heading="GRPO step"),
+    "words_step": partial(beside_trl, heading="GRPO step on words"),
+    "hybrid_step": partial(beside_trl, heading="GRPO step of a hybrid model"),
     "sharing_step": sharing_step,
     "profile": profile,
     "distill_step": distill_step,
@@ -253,7 +253,11 @@ def main() -> None:
         path = RESULTS / f"{name}.json"
         if path.exists():
             title, _, text = build(json.loads(path.read_text())).partition("\n")
-            plot = f"\n\n![plot](results/{name}.png)" if path.with_suffix(".png").exists() else ""
+            plot = (
+                f"\n\n![{title[4:].partition(',')[0]}](results/{name}.png)"
+                if path.with_suffix(".png").exists()
+                else ""
+            )
             sections.append(f"{title}{plot}\n{text}")
     text = "\n\n".join(sections)
     readme = HERE / "README.md"

@@ -141,7 +141,9 @@ def main(titles: Sequence[str]) -> None:
         else:
             random_folder(256, 4)
         options = [(name, {"case": CASES[title], "shares": name == OURS}) for name in (OURS, OFF)]
-        contenders = [Contender(name, "benchmarks.sharing_step:practicum", chosen) for name, chosen in options]
+        contenders = [
+            Contender(name, "benchmarks.sharing_step:practicum", chosen) for name, chosen in options
+        ]
         raced[title] = harness.race(contenders, ROUNDS)
         harness.require_same_work(raced[title])
         settings = {"prompts": PROMPTS, "samples": SAMPLES, "turns": TURNS, "turn_tokens": TURN_TOKENS}
