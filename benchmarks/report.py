@@ -82,31 +82,18 @@ def profile(found: Mapping[str, Any]) -> str:
 
 
 def sharing_step(found: Mapping[str, Any]) -> str:
-    """Seconds of the step, rollout and update with and without sharing, and the shares."""
+    """Seconds of the step, rollout and update with and without sharing, and what was shared."""
     rows, parts = [], ("seconds", "rollout", "update_student")
     for title, raced in found["raced"].items():
-        ours, off = raced
+        ours, _ = raced
         for name, rounds in raced.items():
-            mid = medians(rounds)
-            shares = (
-                [f"{mid[key]:.0%}" for key in ("shared_decode", "shared_learn")] if name == ours else [""] * 2
-            )
-            told = [faster(paired_ratio(rounds, raced[ours], part)) if name == off else "" for part in parts]
-            seconds = [ranged(rounds, "seconds"), *(f"{mid[part]:.2f}" for part in parts[1:])]
+            mid, seconds = medians(rounds), [ranged(rounds, part) for part in parts]
+            ratios = [paired_ratio(rounds, raced[ours], part) for part in parts]
+            shares = [f"{mid[key]:.0%}" for key in ("shared_decode", "shared_learn")]
+            told = [""] * 3 if name == ours else list(map(faster, ratios))
             rows.append([title, name, *seconds, *shares, f"{mid['tokens']:.0f}", *told])
-    head = [
-        *(
-            "setting",
-            "shared",
-            "s/step",
-            "rollout",
-            "update",
-            "decoded for others",
-            "learnt once",
-            "tokens sampled",
-        ),
-        *("faster by", "rollout", "update"),
-    ]
+    head = ["setting", "shares", "s/step", "rollout", "update", "`shared/decode`", "`shared/learn`"]
+    head += ["tokens sampled", "practicum is faster by", "rollout", "update"]
     title = f"### GRPO step with and without shared beginnings, {where(found)}"
     return "\n\n".join([title, table(head, rows), *busy(found["raced"])])
 
