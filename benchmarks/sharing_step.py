@@ -30,8 +30,8 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.sessions.session import Session
 
 PROMPTS, SAMPLES, TURNS, TURN_TOKENS = 4, 4, 8, 48
-TOOL = "=48 tokens of a tool that found something here;"
-ASIDE = "=48 tokens of a question to a helper of the agent;"
+TOOL = "=48 tokens of a tool that found something by now"
+ASIDE = "=48 tokens of a question to a helper of an agent"
 CASES = {
     "1 thread, agents that rewrite": "rewriting",
     "1 thread, agents that fork": "forking",
