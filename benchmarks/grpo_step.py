@@ -14,14 +14,7 @@ from benchmarks.model import DIGITS, examples, model_folder
 from benchmarks.stepping import GRPO, Steps, make_recipe, mean
 from practicum.recipe.schema.recipe import Recipe
 
-PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
-SIZES: dict[str, Any] = {
-    "prompts": PROMPTS,
-    "samples": SAMPLES,
-    "max_new_tokens": MAX_NEW,
-    "digits": DIGITS,
-    "lr": LR,
-}
+SIZES: dict[str, Any] = {"prompts": 32, "samples": 8, "max_new_tokens": 32, "digits": DIGITS, "lr": 1e-5}
 ROUNDS, BLOCK = {1: 3, 2: 3}, 2
 """Rounds by threads, and the steps that a contender takes in one turn."""
 
@@ -40,10 +33,10 @@ def practicum(channel: Channel, threads: int, hybrid: bool = False) -> None:
 def trl(channel: Channel, threads: int, hybrid: bool = False) -> None:
     """GRPOTrainer on the same tasks."""
     rows = [{"prompt": e.prompt, "answer": e.answer} for e in examples(2, 0, 4096, DIGITS)]
-    settings = trl_peer.settings(PROMPTS * SAMPLES, MAX_NEW, LR)
-    trl_peer.train_grpo(
-        channel, threads, BLOCK, model_folder(hybrid=hybrid), rows, settings, SIZES["samples"], is_sorted
-    )
+    samples = SIZES["samples"]
+    settings = trl_peer.settings(SIZES["prompts"] * samples, SIZES["max_new_tokens"], SIZES["lr"])
+    folder = model_folder(hybrid=hybrid)
+    trl_peer.train_grpo(channel, threads, BLOCK, folder, rows, settings, samples, is_sorted)
 
 
 def is_sorted(answer: str, expected: str) -> float:

@@ -99,7 +99,7 @@ def practicum(channel: Channel, case: str, shares: bool) -> None:
     if not shares:
         share_prompts_only()
     with Steps(recipe_of(case)) as steps:
-        channel.serve(lambda turn: {"shared_decode": 0.0} | steps.step())
+        channel.serve(lambda turn: steps.step())
 
 
 def recipe_of(case: str) -> Recipe:

@@ -32,7 +32,6 @@ METRICS = {
     "hidden": "teachers/overlap_fraction",
     "padding_rows": "padding/rows",
     "gradient": "train/grad_norm",
-    "shared_decode": "shared/decode",
     "shared_learn": "shared/learn",
 }
 """Further numbers of a step, where its recipe gives them."""
@@ -72,6 +71,7 @@ class Steps:
         return {
             **spent,
             "tokens": metrics["rollout/tokens"],
+            "shared_decode": metrics.get("shared/decode", 0.0),
             **more,
             **({"scoring": sum(scoring)} if scoring else {}),
             **stages,
