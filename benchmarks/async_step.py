@@ -15,7 +15,6 @@ are kept.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import sys
@@ -27,8 +26,8 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
-from benchmarks.model import DIGITS, demo_folder, model_folder
-from benchmarks.stepping import Steps
+from benchmarks.model import DIGITS, demo_folder
+from benchmarks.stepping import Steps, demo_recipe, make_recipe
 from practicum.engines.torch.make_torch import TorchKind
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
@@ -85,40 +84,24 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def written(kind: str, lag: int, threads: int) -> dict[str, Any]:
-    """The recipe of a kind of work that is not the demo's."""
-    longest = {"grpo": MAX_NEW, "agents": TURN_TOKENS[1], "long tail": TAIL_MOST}[kind]
-    return {
-        "name": f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
-        "model": {"path": str(model_folder())},
-        "tasks": {"sort": {"kind": "sort", "options": {"length": list(DIGITS)}}},
-        "rollout": {"samples": SAMPLES, "max_new_tokens": longest, "context": 256, "lag": lag},
-        "train": {"prompts": PROMPTS[kind], "lr": LR, "steps": 1000},
-        "eval": {"rows": 1},
-        "track": {"record": "none"},
-        "runtime": {"threads": threads},
-        **KINDS[kind],
-    }
-
-
-def demo(kind: str, lag: int, threads: int) -> Recipe:
-    """The demo's own recipe from its base model, which here is also each of the teachers."""
-    path, base = shipped_recipes() / "mopd" / f"{DEMO[kind]}.yaml", demo_folder()
-    changes = [
-        f"model.path={base}",
-        "train.steps=1000",
-        "eval.rows=1",
-        "eval.every=1000",
-        "track.record=none",
-    ]
-    if DEMO[kind] == "student":
-        changes += [f"teachers.{name}.model={demo_folder(name)}" for name in ("copy", "reverse", "rotate")]
-    return load_recipe(path, [*changes, f"runtime.threads={threads}", f"rollout.lag={lag}"]).recipe
-
-
 def recipe_of(kind: str, lag: int, threads: int) -> Recipe:
     """The recipe of a kind of work, ready to run."""
-    return demo(kind, lag, threads) if kind in DEMO else Recipe.model_validate(written(kind, lag, threads))
+    if kind in DEMO:
+        changes = ["track.record=none", f"runtime.threads={threads}", f"rollout.lag={lag}"]
+        return demo_recipe(DEMO[kind], *changes)
+    longest = {"grpo": MAX_NEW, "agents": TURN_TOKENS[1], "long tail": TAIL_MOST}[kind]
+    return make_recipe(
+        f"async-{kind.replace(' ', '-')}-{lag}-{threads}",
+        prompts=PROMPTS[kind],
+        samples=SAMPLES,
+        max_new_tokens=longest,
+        digits=DIGITS,
+        lr=LR,
+        threads=threads,
+        rollout={"samples": SAMPLES, "max_new_tokens": longest, "context": 256, "lag": lag},
+        track={"record": "none"},
+        **KINDS[kind],
+    )
 
 
 def stepper(
@@ -182,7 +165,7 @@ def learn(lag: int, threads: int) -> list[dict[str, float]]:
 
 def main(names: Sequence[str]) -> None:
     """Race these kinds of work, or train each way, and add to the results."""
-    raced, scores = stored()
+    raced, scores = harness.stored("async_step"), harness.stored("async_step", SCORES)
     for kind in names or [*KINDS, SCORES]:
         if kind == SCORES:
             scores = scored([name for name in WAYS if name != "sync, 1 thread"])
@@ -191,13 +174,6 @@ def main(names: Sequence[str]) -> None:
         settings = {"prompts": PROMPTS, "samples": SAMPLES, "blocks": BLOCKS, "rounds": ROUNDS}
         content = {"settings": settings, "raced": raced, "scores": scores}
         harness.write_results("async_step", content)
-
-
-def stored() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Races and scores of earlier calls."""
-    path = harness.RESULTS / "async_step.json"
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    return found.get("raced", {}), found.get("scores", {})
 
 
 def race(kind: str) -> dict[str, list[Measured]]:

@@ -38,8 +38,8 @@ def contenders(writer: Any, reader: Any, shape: Shape) -> dict[str, Turn]:
         def turn(number: int) -> Measured:
             batch = make_batch(f"turn{number}", lengths)
             began = time.perf_counter()
-            put, given = _answer(writer.put.remote(route, batch))
-            got: float = _answer(reader.get.remote(route, batch, given, number < 0))
+            put, given = ray.get(writer.put.remote(route, batch))
+            got: float = ray.get(reader.get.remote(route, batch, given, number < 0))
             whole = time.perf_counter() - began
             ray.get(writer.clear.remote(route, batch))
             return {"put": put, "get": got, "moved": put + got, "whole": whole}
@@ -56,7 +56,7 @@ def contenders(writer: Any, reader: Any, shape: Shape) -> dict[str, Turn]:
         return turn
 
     def copied(number: int) -> Measured:
-        seconds: float = _answer(writer.memcpy.remote())
+        seconds: float = ray.get(writer.memcpy.remote())
         return {"moved": seconds, "whole": seconds}
 
     def called(number: int) -> Measured:
@@ -68,10 +68,6 @@ def contenders(writer: Any, reader: Any, shape: Shape) -> dict[str, Turn]:
     routes = {name: moved(name) for name in (OURS, LEARNER, ADAPTER, PLAIN, BARE)}
     routes |= {name: sent(form) for form, name in THROUGH.items()}
     return routes | {MEMCPY: copied, CALLS: called}
-
-
-def _answer(call: Any) -> Any:
-    return ray.get(call)
 
 
 def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -99,10 +95,7 @@ def measure(rounds: int, shapes: dict[str, Shape]) -> tuple[dict[str, Any], dict
 def main() -> None:
     """Measure all shapes, and write the results."""
     if wants_quick():
-        measure(
-            2,
-            {"8 rows": Shape(8), "2 rows of 8 MB": Shape(2, (1024, 1024), ("teacher_hidden",), {"H": 2048})},
-        )
+        measure(2, QUICK)
         return
     raced, sizes = measure(ROUNDS, SHAPES)
     content = {"judged": JUDGED, "rounds": ROUNDS, "bytes": sizes, "raced": raced}

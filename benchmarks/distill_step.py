@@ -10,7 +10,6 @@ the race, both say loss and gradient of the same rows, which have to agree.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import resource
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor
 from benchmarks import harness, plots, trl_peer
 from benchmarks.harness import Channel, Contender, Measured
 from benchmarks.model import MORE_DIGITS, examples, model_folder, teacher_folder
-from benchmarks.stepping import Steps, make_distillation, mean
+from benchmarks.stepping import Steps, make_recipe, mean
 from practicum.concurrency.event_loop import run_async
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.ragged import Ragged
@@ -54,8 +53,12 @@ TEACHER = "sorter"
 
 def practicum(channel: Channel, **sizes: Any) -> None:
     """The step of `practicum train` with a colocated teacher, all run-time checks on."""
-    teachers = {TEACHER: {"model": str(teacher_folder())}}
-    recipe = make_distillation("distill_step", teachers, lr=LR, signal="full", **sizes)
+    sections = {
+        "teachers": {TEACHER: {"model": str(teacher_folder())}},
+        "reward": {"weight": 0.0},
+        "distill": {"divergence": "reverse_kl", "signal": "full"},
+    }
+    recipe = make_recipe("distill_step", lr=LR, **sizes, **sections)
     with Steps(recipe) as steps:
         batch = _checked_batch(steps)
         checked = dict(zip(CHECKED, _practicum_checked(steps, batch), strict=True))
@@ -226,8 +229,7 @@ def require_same(raced: Mapping[str, Sequence[Measured]], *, learns: bool = True
 def main(titles: Sequence[str]) -> None:
     """Race these cases, and add to the results."""
     teacher_folder()
-    path = harness.RESULTS / "distill_step.json"
-    raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
+    raced = harness.stored("distill_step")
     settings = {
         "cases": CASES,
         "rounds": ROUNDS,

@@ -8,110 +8,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import harness, plots, trl_peer
-from benchmarks.harness import Channel, Contender, Measured
+from benchmarks import plots, trl_peer
+from benchmarks.harness import Channel
 from benchmarks.model import DIGITS, examples, model_folder
-from benchmarks.stepping import Steps, make_recipe, mean
+from benchmarks.stepping import GRPO, Steps, make_recipe, mean
+from practicum.recipe.schema.recipe import Recipe
 
-PROMPTS, SAMPLES, MAX_NEW, LR = 32, 8, 32, 1e-5
+SIZES: dict[str, Any] = {"prompts": 32, "samples": 8, "max_new_tokens": 32, "digits": DIGITS, "lr": 1e-5}
 ROUNDS, BLOCK = {1: 3, 2: 3}, 2
 """Rounds by threads, and the steps that a contender takes in one turn."""
 
 
+def recipe_of(name: str, threads: int, hybrid: bool = False) -> Recipe:
+    """The recipe whose step is measured."""
+    return make_recipe(name, **SIZES, threads=threads, hybrid=hybrid, **GRPO)
+
+
 def practicum(channel: Channel, threads: int, hybrid: bool = False) -> None:
     """The step of `practicum train`, all run-time checks on."""
-    recipe = make_recipe(
-        "grpo_step",
-        prompts=PROMPTS,
-        samples=SAMPLES,
-        max_new_tokens=MAX_NEW,
-        digits=DIGITS,
-        lr=LR,
-        threads=threads,
-        hybrid=hybrid,
-    )
-    with Steps(recipe) as steps:
+    with Steps(recipe_of("grpo_step", threads, hybrid)) as steps:
         channel.serve(lambda turn: mean([steps.step() for _ in range(BLOCK)]))
 
 
 def trl(channel: Channel, threads: int, hybrid: bool = False) -> None:
-    """GRPOTrainer, whose loop waits in a callback for its turn."""
-    import torch
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
-
-    torch.set_num_threads(threads)
+    """GRPOTrainer on the same tasks."""
+    rows = [{"prompt": e.prompt, "answer": e.answer} for e in examples(2, 0, 4096, DIGITS)]
+    samples = SIZES["samples"]
+    settings = trl_peer.settings(SIZES["prompts"] * samples, SIZES["max_new_tokens"], SIZES["lr"])
     folder = model_folder(hybrid=hybrid)
-    drawn = examples(2, 0, 4096, DIGITS)
-    rows = {"prompt": [e.prompt for e in drawn], "answer": [e.answer for e in drawn]}
-    counted: list[Measured] = []
-
-    # The reward function sees all answers, so it is also where tokens and rewards are counted.
-    def is_sorted(
-        completions: list[str], completion_ids: list[list[int]], answer: list[str], **row: Any
-    ) -> list[float]:
-        rewards = [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
-        tokens = sum(len(ids) for ids in completion_ids)
-        counted.append({"tokens": tokens, "mean_reward": sum(rewards) / len(rewards)})
-        return rewards
-
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        reward_funcs=is_sorted,
-        args=_trl_config(),
-        train_dataset=Dataset.from_dict(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        callbacks=[trl_peer.make_turns(channel, BLOCK, counted)],
-    )
-    trainer.train()
+    trl_peer.train_grpo(channel, threads, BLOCK, folder, rows, settings, samples, is_sorted)
 
 
-def _trl_config() -> Any:
-    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
-
-    return GRPOConfig(
-        **trl_peer.settings(PROMPTS * SAMPLES, MAX_NEW, LR),
-        num_generations=SAMPLES,
-        beta=0.0,
-        epsilon=0.2,
-        loss_type="dapo",  # the mean over all tokens of the batch
-        num_iterations=1,
-    )
+def is_sorted(answer: str, expected: str) -> float:
+    return float(answer.strip() == expected)
 
 
-def main() -> None:
-    """Race at one and at two threads, and write the results."""
-    plots.bars(race("grpo_step", ROUNDS), "seconds", "seconds per GRPO step", "grpo_step")
-
-
-def race(name: str, rounds: Mapping[int, int], **options: Any) -> dict[str, Any]:
-    """Race at as many threads as `rounds` has keys for, and write the results."""
-    model_folder(**options)
-    found: dict[str, Any] = {}
-    for threads, count in rounds.items():
-        print(f"{name}, {threads} thread(s)")
-        contenders = [
-            Contender(side, f"benchmarks.grpo_step:{side}", {"threads": threads, **options}, threads)
-            for side in ("practicum", "trl")
-        ]
-        found["1 thread" if threads == 1 else f"{threads} threads"] = harness.race(contenders, count)
-    harness.write_results(name, {"settings": {**settings(), "rounds": rounds, **options}, "raced": found})
-    return found
-
-
-def settings() -> dict[str, Any]:
-    """What was compared."""
-    return {
-        "prompts": PROMPTS,
-        "samples": SAMPLES,
-        "max_new_tokens": MAX_NEW,
-        "digits": DIGITS,
-        "lr": LR,
-        "trl_microbatch_rows": trl_peer.MICROBATCH,
-        "steps_per_round": BLOCK,
-    }
+def race(name: str, rounds: Mapping[int, int], *, hybrid: bool = False) -> dict[str, Any]:
+    """Race both, and write the results."""
+    model_folder(hybrid=hybrid)
+    settings = {**SIZES, "steps_per_round": BLOCK}
+    return trl_peer.race(name, "benchmarks.grpo_step", rounds, settings, hybrid=hybrid)
 
 
 if __name__ == "__main__":
-    main()
+    plots.bars(race("grpo_step", ROUNDS), "seconds", "seconds per GRPO step", "grpo_step")

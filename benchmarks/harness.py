@@ -158,6 +158,13 @@ def race(contenders: Sequence[Contender], rounds: int, warmup: int = 1) -> dict[
     return measured
 
 
+def require_same_work(raced: Mapping[str, Sequence[Measured]]) -> None:
+    """Refuse results of contenders that should have sampled the same tokens and did not."""
+    counted = {name: [found["tokens"] for found in rounds] for name, rounds in raced.items()}
+    if len({tuple(tokens) for tokens in counted.values()}) > 1:
+        raise ValueError(f"not the same work: tokens sampled are {counted}")
+
+
 def medians(rounds: Sequence[Measured]) -> Measured:
     """Median of each number over the rounds."""
     return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
@@ -183,6 +190,12 @@ def write_results(name: str, content: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**content, "machine": machine()}, indent=1) + "\n")
     return path
+
+
+def stored(name: str, part: str = "raced") -> dict[str, Any]:
+    """A part of results/<name>.json, empty if there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()).get(part, {}) if path.is_file() else {}
 
 
 def machine() -> dict[str, Any]:

@@ -39,27 +39,18 @@ def model_folder(*, hybrid: bool = False) -> Path:
     if not (folder / "model.safetensors").exists():
         tokenizer = make_tokenizer()
         model = _make_hybrid(tokenizer) if hybrid else make_random_model(tokenizer)
-        model = teach(model, tokenizer, _sorting(0, DIGITS), STEPS)
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
+        save(folder, teach(model, tokenizer, _sorting(0, DIGITS), STEPS), tokenizer)
     return folder
 
 
-def teacher_folder(copy: str = "") -> Path:
-    """The same model taught on, by which it sorts better; `copy` names a folder with the same weights."""
+def teacher_folder() -> Path:
+    """The same model taught on, by which it sorts better."""
     folder = CACHE / f"{model_folder().name}-taught-on-{MORE_STEPS}"
     if not (folder / "model.safetensors").exists():
         tokenizer = make_tokenizer()
         model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
-        model = teach(model, tokenizer, _sorting(STEPS * ROWS, MORE_DIGITS), MORE_STEPS)
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
-    if not copy:
-        return folder
-    twin = folder.with_name(f"{folder.name}-{copy}")
-    if not (twin / "model.safetensors").exists():
-        shutil.copytree(folder, twin, dirs_exist_ok=True)
-    return twin
+        save(folder, teach(model, tokenizer, _sorting(STEPS * ROWS, MORE_DIGITS), MORE_STEPS), tokenizer)
+    return folder
 
 
 def demo_folder(copy: str = "export") -> Path:
@@ -77,9 +68,13 @@ def random_folder(width: int, layers: int) -> Path:
     folder = CACHE / f"random-{width}-{layers}"
     if not (folder / "model.safetensors").exists():
         tokenizer = make_tokenizer()
-        tokenizer.save_pretrained(folder)
-        make_random_model(tokenizer, width, layers).save_pretrained(folder)
+        save(folder, make_random_model(tokenizer, width, layers), tokenizer)
     return folder
+
+
+def save(folder: Path, model: PreTrainedModel, tokenizer: Any) -> None:
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def make_random_model(tokenizer: Any, width: int = 256, layers: int = 4) -> PreTrainedModel:

@@ -7,20 +7,16 @@ change the model, so all steps are alike.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
 from benchmarks.clusters import wants_quick
 from benchmarks.harness import Channel, Contender, Measured
-from benchmarks.model import CACHE
-from benchmarks.stepping import Steps, mean
-from practicum.commands.demo import BASE, STUDENT, demo_recipes
+from benchmarks.stepping import Steps, demo_recipe, mean
+from practicum.commands.demo import STUDENT
 from practicum.recipe.schema.recipe import Recipe
-from practicum.trainer.run import train_loaded
 
 SPECIALIST = "reverse"
 RECIPES = {"GRPO specialist": SPECIALIST, "student with three teachers": STUDENT}
@@ -31,27 +27,10 @@ LR = 1e-9
 LOCAL, RAY = "local", "ray"
 
 
-def demo_folder() -> Path:
-    """The demo's base model, trained on first use, and copies of it as the specialists."""
-    out = CACHE / "mopd"
-    recipes = demo_recipes(out)
-    if not (out / BASE / "export" / "model.safetensors").exists():
-        train_loaded(recipes[BASE], out / BASE, fresh=True)
-    for name in recipes:
-        if name not in (BASE, STUDENT) and not (out / name).exists():
-            shutil.copytree(out / BASE / "export", out / name / "export")
-    return out
-
-
 def recipe_of(name: str, kind: str, threads: int) -> Recipe:
     """A recipe of the demo in this runtime; a cluster gets CPUs to spare."""
-    written = demo_recipes(demo_folder())[name].recipe.model_dump(mode="json")
-    written["name"] = f"{name}-{kind}-{threads}"
-    written["train"] |= {"lr": LR, "steps": 10_000}
-    written["runtime"] |= {"kind": kind, "threads": threads}
-    if kind == RAY:
-        written["runtime"] |= {"cpus": 8}
-    return Recipe.model_validate(written)
+    changes = [f"name={name}-{kind}-{threads}", f"train.lr={LR}", f"runtime.threads={threads}"]
+    return demo_recipe(name, *changes, *(["runtime.kind=ray", "runtime.cpus=8"] if kind == RAY else []))
 
 
 def stepper(channel: Channel, recipe: str, kind: str, threads: int, steps: int) -> None:
@@ -64,7 +43,8 @@ def stepper(channel: Channel, recipe: str, kind: str, threads: int, steps: int) 
 
 def measure(rounds: int, steps: int, threads: Sequence[int]) -> dict[str, dict[str, list[Measured]]]:
     """Both runtimes in turn, for each recipe and number of threads."""
-    demo_folder()
+    for name in RECIPES.values():
+        recipe_of(name, LOCAL, 1)  # makes the models
     raced: dict[str, Any] = {}
     for each in threads:
         for title, name in RECIPES.items():
@@ -76,15 +56,8 @@ def measure(rounds: int, steps: int, threads: Sequence[int]) -> dict[str, dict[s
                 for kind in (LOCAL, RAY)
             ]
             raced[setting] = harness.race(contenders, rounds, warmup=2)
-            check_same(raced[setting])
+            harness.require_same_work(raced[setting])
     return raced
-
-
-def check_same(raced: dict[str, list[Measured]]) -> None:
-    """A ValueError if the two did not do the same work."""
-    for mine, theirs in zip(raced[RAY], raced[LOCAL], strict=True):
-        if mine["tokens"] != theirs["tokens"]:
-            raise ValueError(f"not the same steps: {mine['tokens']} and {theirs['tokens']} tokens sampled")
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import HERE, RESULTS, Measured, medians, paired_ratio, spread
@@ -19,7 +20,6 @@ Rounds = Mapping[str, Sequence[Measured]]
 
 def rollout(found: Mapping[str, Any]) -> str:
     """Tokens per second of each contender, and ours over the best of the others."""
-    parts = [f"### Rollout, {where(found)}", "![rollout](results/rollout.png)"]
     rows = []
     for title, rounds in found["raced"].items():
         ours = next(iter(rounds))
@@ -32,28 +32,11 @@ def rollout(found: Mapping[str, Any]) -> str:
             times = f"{mid['seconds']:.2f} ({mid['cpu_seconds']:.2f})"
             rows.append([title, name, speed, times, f"{mid['tokens']:.0f}", told])
     head = ["setting", "contender", "tokens/s", "s (of processor)", "tokens", "practicum is faster by"]
-    return "\n\n".join([*parts, table(head, rows), *busy(found["raced"])])
+    return "\n\n".join([f"### Rollout, {where(found)}", table(head, rows), *busy(found["raced"])])
 
 
-def grpo_step(found: Mapping[str, Any]) -> str:
+def beside_trl(found: Mapping[str, Any], heading: str) -> str:
     """Seconds per step of both, and the ratio."""
-    return "\n\n".join(
-        [f"### GRPO step, {where(found)}", "![GRPO step](results/grpo_step.png)", *_beside_trl(found)]
-    )
-
-
-def words_step(found: Mapping[str, Any]) -> str:
-    """The same in the other setting."""
-    return "\n\n".join([f"### GRPO step on words, {where(found)}", *_beside_trl(found)])
-
-
-def hybrid_step(found: Mapping[str, Any]) -> str:
-    """The same with a hybrid model."""
-    return "\n\n".join([f"### GRPO step of a hybrid model, {where(found)}", *_beside_trl(found)])
-
-
-def _beside_trl(found: Mapping[str, Any]) -> list[str]:
-    """A table of steps, and warnings."""
     rows = []
     for title, rounds in found["raced"].items():
         ratio = paired_ratio(rounds["trl"], rounds["practicum"], "seconds")
@@ -72,7 +55,7 @@ def _beside_trl(found: Mapping[str, Any]) -> list[str]:
         "reward",
         "practicum is faster by",
     ]
-    return [table(head, rows), *busy(found["raced"])]
+    return "\n\n".join([f"### {heading}, {where(found)}", table(head, rows), *busy(found["raced"])])
 
 
 def profile(found: Mapping[str, Any]) -> str:
@@ -96,6 +79,23 @@ def profile(found: Mapping[str, Any]) -> str:
             table(["operators (their own time, all threads)", "s", "share"], operators),
         ]
     )
+
+
+def sharing_step(found: Mapping[str, Any]) -> str:
+    """Seconds of the step, rollout and update with and without sharing, and what was shared."""
+    rows, parts = [], ("seconds", "rollout", "update_student")
+    for title, raced in found["raced"].items():
+        ours, _ = raced
+        for name, rounds in raced.items():
+            mid, seconds = medians(rounds), [ranged(rounds, part) for part in parts]
+            ratios = [paired_ratio(rounds, raced[ours], part) for part in parts]
+            shares = [f"{mid[key]:.0%}" for key in ("shared_decode", "shared_learn")]
+            told = [""] * 3 if name == ours else list(map(faster, ratios))
+            rows.append([title, name, *seconds, *shares, f"{mid['tokens']:.0f}", *told])
+    head = ["setting", "shares", "s/step", "rollout", "update", "`shared/decode`", "`shared/learn`"]
+    head += ["tokens sampled", "practicum is faster by", "rollout", "update"]
+    title = f"### GRPO step with and without shared beginnings, {where(found)}"
+    return "\n\n".join([title, table(head, rows), *busy(found["raced"])])
 
 
 def distill_step(found: Mapping[str, Any]) -> str:
@@ -122,8 +122,9 @@ def distill_step(found: Mapping[str, Any]) -> str:
         f"{theirs['checked_loss']:.5f}, and a gradient norm of {ours['checked_gradient']:.4f} and "
         f"{theirs['checked_gradient']:.4f}."
     )
-    title = f"### Distillation step, {where(found)}\n\n![distillation step](results/distill_step.png)"
-    return "\n\n".join([title, table(head, rows), same, *busy(found["raced"])])
+    return "\n\n".join(
+        [f"### Distillation step, {where(found)}", table(head, rows), same, *busy(found["raced"])]
+    )
 
 
 def sessions(found: Mapping[str, Any]) -> str:
@@ -216,20 +217,35 @@ def _times(ratio: tuple[float, float, float], style: str = ".1f") -> str:
     return f"{middle:{style}} ({low:{style}} to {high:{style}})"
 
 
-SECTIONS = (
-    *(rollout, grpo_step, words_step, hybrid_step, profile, distill_step),
-    *(sessions, data_plane, ray_step, async_step),
-)
-"""In the report's order; each is named as its file in results/."""
+SECTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "rollout": rollout,
+    "grpo_step": partial(beside_trl, heading="GRPO step"),
+    "words_step": partial(beside_trl, heading="GRPO step on words"),
+    "hybrid_step": partial(beside_trl, heading="GRPO step of a hybrid model"),
+    "sharing_step": sharing_step,
+    "profile": profile,
+    "distill_step": distill_step,
+    "sessions": sessions,
+    "data_plane": data_plane,
+    "ray_step": ray_step,
+    "async_step": async_step,
+}
+"""By file in results/, in the report's order."""
 
 
 def main() -> None:
     """Write the section of README.md anew from what is in results/."""
     sections = []
-    for build in SECTIONS:
-        path = RESULTS / f"{build.__name__}.json"
+    for name, build in SECTIONS.items():
+        path = RESULTS / f"{name}.json"
         if path.exists():
-            sections.append(build(json.loads(path.read_text())))
+            title, _, text = build(json.loads(path.read_text())).partition("\n")
+            plot = (
+                f"\n\n![{title[4:].partition(',')[0]}](results/{name}.png)"
+                if path.with_suffix(".png").exists()
+                else ""
+            )
+            sections.append(f"{title}{plot}\n{text}")
     text = "\n\n".join(sections)
     readme = HERE / "README.md"
     readme.write_text(insert(readme.read_text(), text))

@@ -152,19 +152,10 @@ def main() -> None:
             for name, function in zip(CONTENDERS, functions, strict=True)
         ]
         found[title] = harness.race(contenders, ROUNDS[threads])
-    harness.write_results("rollout", {"settings": settings(), "raced": found})
+    settings = {"prompts": PROMPTS, "samples": SAMPLES, "digits": DIGITS, "rounds": ROUNDS}
+    settings |= {"threads_and_max_new_tokens": SETTINGS}
+    harness.write_results("rollout", {"settings": settings, "raced": found})
     plots.bars(found, "tokens_per_second", "generated tokens per second", "rollout")
-
-
-def settings() -> dict[str, Any]:
-    """What was compared."""
-    return {
-        "prompts": PROMPTS,
-        "samples": SAMPLES,
-        "threads_and_max_new_tokens": SETTINGS,
-        "digits": DIGITS,
-        "rounds": ROUNDS,
-    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from benchmarks.rows import FORMS, Arrays, Shape, TensorDicts, make_columns
 from benchmarks.ways import BARE, LEARNER, PLAIN
 from practicum.dataplane.batch import BatchRef
-from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.ragged import Ragged
 
 DEADLINE_S = 120.0
 
@@ -25,10 +25,10 @@ class StoreRoute:
     def __init__(self, handle: Any, *, lasting: bool) -> None:
         self._store = handle.connect(DEADLINE_S, lasting=lasting)
 
-    def put(self, batch: BatchRef, columns: Mapping[str, Column]) -> Any:
+    def put(self, batch: BatchRef, columns: Mapping[str, Ragged]) -> Any:
         self._store.put(batch, columns)
 
-    def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Column]:
+    def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Ragged]:
         return self._store.get(batch, names)
 
     def clear(self, batch: BatchRef) -> None:
@@ -44,12 +44,12 @@ class PlainRoute:
         self._tq = transfer_queue
         transfer_queue.init()
 
-    def put(self, batch: BatchRef, columns: Mapping[str, Column]) -> Any:
-        tensors, _ = TensorDicts.wrap(columns)
+    def put(self, batch: BatchRef, columns: Mapping[str, Ragged]) -> Any:
+        tensors = TensorDicts.wrap(columns)
         tags = [{"domain": t.domain, "response_tokens": t.response_tokens} for t in batch.tags]
         self._tq.kv_batch_put(_names(batch), batch.partition, tensors, tags)
 
-    def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Column]:
+    def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Ragged]:
         found: TensorDict = self._tq.kv_batch_get(_names(batch), batch.partition, names)
         return {name: Ragged.from_rows(found[name].unbind()) for name in names}
 
@@ -60,10 +60,10 @@ class PlainRoute:
 class BareRoute:
     """Packed arrays in Ray's object store; the reference is handed over by whoever calls the two."""
 
-    def put(self, batch: BatchRef, columns: Mapping[str, Column]) -> Any:
+    def put(self, batch: BatchRef, columns: Mapping[str, Ragged]) -> Any:
         return [ray.put(Arrays.wrap(columns))]  # in a list, because Ray would resolve a bare reference
 
-    def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Column]:
+    def get(self, batch: BatchRef, names: list[str], given: Any) -> dict[str, Ragged]:
         return Arrays.unwrap(ray.get(given[0]))
 
     def clear(self, batch: BatchRef) -> None:
@@ -139,19 +139,17 @@ class Mover:
         """What a call costs by itself."""
 
 
-def require_same(way: str, columns: Mapping[str, Ragged], found: Mapping[str, Column]) -> None:
+def require_same(way: str, columns: Mapping[str, Ragged], found: Mapping[str, Ragged]) -> None:
     """A ValueError if something else arrived than was sent."""
     for name, column in columns.items():
         got = found[name]
-        assert isinstance(got, Ragged)
         if got.lengths != column.lengths or not torch.equal(got.values, column.values):
             raise ValueError(f"{way} brought other values of {name}")
 
 
-def _values(columns: Mapping[str, Column]) -> None:
+def _values(columns: Mapping[str, Ragged]) -> None:
     for column in columns.values():
-        if isinstance(column, Ragged):
-            _ = column.values
+        _ = column.values
 
 
 def _names(batch: BatchRef) -> list[str]:

@@ -16,7 +16,7 @@ from benchmarks.ways import ARRAYS, TENSORDICT
 from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.fields import FIELDS
 from practicum.dataplane.keys import Key, Tags
-from practicum.dataplane.ragged import Column, Ragged
+from practicum.dataplane.ragged import Ragged
 
 TOKEN_FIELDS = (
     *("response_ids", "position_ids", "teacher_topk_ids", "teacher_topk_logprobs"),
@@ -66,95 +66,49 @@ def make_batch(partition: str, lengths: Sequence[int], first: int = 0) -> BatchR
     return BatchRef(partition, keys, tags)
 
 
-def column_bytes(columns: Mapping[str, Column]) -> int:
-    """Bytes of the tensors in columns."""
-    return sum(_bytes_of(column) for column in columns.values())
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, Ragged):
-        return value.values.nbytes
-    if isinstance(value, Tensor):
-        return value.nbytes
-    items = value.values() if isinstance(value, dict) else value
-    return sum(map(_bytes_of, items))
-
-
 class Arrays:
     """Columns as numpy arrays, which Ray sends without pickling them: the best that can be done by hand."""
 
     name = ARRAYS
 
     @staticmethod
-    def wrap(columns: Mapping[str, Column]) -> Any:
+    def wrap(columns: Mapping[str, Ragged]) -> Any:
         """What is sent."""
-        return {name: _as_arrays(column) for name, column in columns.items()}
+        return {name: (column.values.numpy(), np.array(column.lengths)) for name, column in columns.items()}
 
     @staticmethod
-    def unwrap(sent: Any) -> dict[str, Column]:
+    def unwrap(sent: Any) -> dict[str, Ragged]:
         """The columns, sharing memory with what was sent."""
-        return {name: _as_column(column) for name, column in sent.items()}
+        return {name: Ragged.packed(_tensor(x), lengths.tolist()) for name, (x, lengths) in sent.items()}
 
 
 class TensorDicts:
-    """Columns as a TensorDict of jagged nested tensors, as trainers of this kind send them.
-
-    Columns of objects go beside it, because a TensorDict of ragged rows has no place for them.
-    """
+    """Columns as a TensorDict of jagged nested tensors, as trainers of this kind send them."""
 
     name = TENSORDICT
 
     @staticmethod
-    def wrap(columns: Mapping[str, Column]) -> Any:
+    def wrap(columns: Mapping[str, Ragged]) -> Any:
         """What is sent. A view is copied first: pickled, it would bring all that it is a view of."""
-        tensors: dict[str, Tensor] = {}
-        objects = {}
-        rows = len(next(iter(columns.values())))
-        for name, column in columns.items():
-            if isinstance(column, list):
-                objects[name] = column
-            elif isinstance(column, Ragged):
-                parts = list(_whole(column.values).split(column.lengths))
-                tensors[name] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-            else:
-                tensors[name] = _whole(column)
-        return TensorDict(tensors, batch_size=rows), objects
+        tensors = {
+            name: torch.nested.as_nested_tensor(
+                list(_whole(column.values).split(column.lengths)), layout=torch.jagged
+            )
+            for name, column in columns.items()
+        }
+        return TensorDict(tensors, batch_size=len(next(iter(columns.values()))))
 
     @staticmethod
-    def unwrap(sent: Any) -> dict[str, Column]:
+    def unwrap(sent: Any) -> dict[str, Ragged]:
         """The columns."""
-        tensors, objects = sent
-        found: dict[str, Column] = {
-            name: Ragged.from_rows(value.unbind()) if value.is_nested else value
-            for name, value in tensors.items()
-        }
-        return found | objects
+        return {name: Ragged.from_rows(value.unbind()) for name, value in sent.items()}
 
 
-Form = type[Arrays] | type[TensorDicts]
-FORMS: dict[str, Form] = {form.name: form for form in (TensorDicts, Arrays)}
+FORMS: dict[str, type[Arrays] | type[TensorDicts]] = {form.name: form for form in (TensorDicts, Arrays)}
 
 
 def _whole(values: Tensor) -> Tensor:
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()
-
-
-def _as_arrays(column: Any) -> Any:
-    if isinstance(column, Ragged):
-        return column.values.numpy(), np.array(column.lengths)
-    if isinstance(column, Tensor):
-        return column.numpy()
-    if isinstance(column, list):
-        return [{name: value.numpy() for name, value in one.items()} for one in column]
-    raise TypeError(f"no column: {type(column)}")
-
-
-def _as_column(sent: Any) -> Column:
-    if isinstance(sent, tuple):
-        return Ragged.packed(_tensor(sent[0]), sent[1].tolist())
-    if isinstance(sent, list):
-        return [{name: _tensor(value) for name, value in one.items()} for one in sent]
-    return _tensor(sent)
 
 
 def _tensor(array: np.ndarray) -> Tensor:

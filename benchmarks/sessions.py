@@ -237,9 +237,7 @@ def main(rounds: int = ROUNDS, prompts: int = PROMPTS, samples: int = SAMPLES) -
         for name, ms, waves, idle in kinds
     ]
     raced = harness.race(contenders, rounds)
-    counted = {name: [found["tokens"] for found in measured] for name, measured in raced.items()}
-    if len({tuple(tokens) for tokens in counted.values()}) > 1:
-        raise ValueError(f"not the same work: tokens sampled are {counted}")
+    harness.require_same_work(raced)
     settings = {**size, "width": WIDTH, "layers": LAYERS, "turn_tokens": TURN_TOKENS, "rounds": rounds}
     settings |= {"tool_turns": TOOL_TURNS, "tool_ms": TOOL_MS}
     harness.write_results("sessions", {"settings": settings, "raced": {"1 thread": raced}})

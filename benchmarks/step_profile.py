@@ -16,11 +16,10 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import harness
-from benchmarks.grpo_step import LR, MAX_NEW, PROMPTS, SAMPLES
+from benchmarks import grpo_step, harness
 from benchmarks.harness import Channel, Contender
-from benchmarks.model import DIGITS, model_folder
-from benchmarks.stepping import Steps, make_recipe
+from benchmarks.model import model_folder
+from benchmarks.stepping import Steps
 from practicum.cpu.linears import product
 
 LINEAR = "mkldnn::_linear_pointwise"
@@ -46,18 +45,9 @@ KIND = "kind: "
 
 def profiled(channel: Channel) -> None:
     """Two steps to warm up, then one under the profiler: seconds by kind of work."""
-    recipe = make_recipe(
-        "profile",
-        prompts=PROMPTS,
-        samples=SAMPLES,
-        max_new_tokens=MAX_NEW,
-        digits=DIGITS,
-        lr=LR,
-        threads=1,
-    )
     # Without this, the profiler sees only the thread that started it.
     everywhere = _ExperimentalConfig(profile_all_threads=True)
-    with Steps(recipe) as steps:
+    with Steps(grpo_step.recipe_of("profile", 1)) as steps:
         steps.step()
         steps.step()
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.harness import Measured, Stopwatch
-from benchmarks.model import CACHE, model_folder
+from benchmarks.model import CACHE, demo_folder, model_folder
+from practicum.commands.demo import STUDENT
 from practicum.observe.progress import ProgressView
+from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.shipped import shipped_recipes
 from practicum.trainer.run import Trainer
 from practicum.trainer.run_folder import RunFolder
 
@@ -21,6 +24,7 @@ TIMED = (
     *("rollout", "reward", "teachers", "pad", "old_logprobs", "advantages", "update_student"),
     *("sync", "clear"),
 )
+DEMO_TEACHERS = ("copy", "reverse", "rotate")
 METRICS = {
     "mean_reward": "reward/mean",
     "idle_share": "train/idle_tokens",
@@ -28,6 +32,7 @@ METRICS = {
     "hidden": "teachers/overlap_fraction",
     "padding_rows": "padding/rows",
     "gradient": "train/grad_norm",
+    "shared_learn": "shared/learn",
 }
 """Further numbers of a step, where its recipe gives them."""
 
@@ -58,7 +63,7 @@ class Steps:
         metrics = self.run.runner.step(self._number)
         spent = watch.read()
         if self._number == 1:  # as a run does
-            gc.collect()
+            gc.collect(1)
             gc.freeze()
         stages = {name: metrics[f"time/{name}"] for name in TIMED if f"time/{name}" in metrics}
         more = {name: metrics[key] for name, key in METRICS.items() if key in metrics}
@@ -66,6 +71,7 @@ class Steps:
         return {
             **spent,
             "tokens": metrics["rollout/tokens"],
+            "shared_decode": metrics.get("shared/decode", 0.0),
             **more,
             **({"scoring": sum(scoring)} if scoring else {}),
             **stages,
@@ -77,6 +83,12 @@ def mean(steps: Sequence[Measured]) -> Measured:
     return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
 
 
+GRPO: dict[str, Any] = {
+    "reward": {"functions": [{"use": "checker"}]},
+    "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},
+}
+
+
 def make_recipe(
     name: str,
     *,
@@ -86,65 +98,25 @@ def make_recipe(
     digits: tuple[int, int],
     lr: float,
     threads: int,
-    reward: str = "checker",
-    minibatch_size: int | None = None,
     hybrid: bool = False,
+    **sections: Any,
 ) -> Recipe:
-    """GRPO on sorting with the benchmark's model; everything else as the recipe's defaults have it."""
-    common = _common(name, prompts, samples, max_new_tokens, lr, threads, hybrid=hybrid)
-    written: dict[str, Any] = {
-        **common,
-        "train": {**common["train"], "minibatch_size": minibatch_size},
-        "tasks": {"sort": _sorting(digits)},
-        "reward": {"functions": [{"use": reward, "batch": reward != "checker"}]},
-        "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean"},
-    }
-    return Recipe.model_validate(written)
-
-
-def make_distillation(
-    name: str,
-    teachers: Mapping[str, Mapping[str, Any]],
-    *,
-    prompts: int,
-    samples: int,
-    max_new_tokens: int,
-    digits: tuple[int, int],
-    lr: float,
-    signal: str = "top_k",
-    tasks: Sequence[str] = ("sort",),
-    threads: int = 1,
-) -> Recipe:
-    """Reverse KL to the teachers and nothing else; several go by the tasks' names."""
-    written: dict[str, Any] = {
-        **_common(name, prompts, samples, max_new_tokens, lr, threads),
-        "tasks": {task: _sorting(digits) for task in tasks},
-        "teachers": teachers,
-        "reward": {"weight": 0.0},
-        "distill": {"divergence": "reverse_kl", "signal": signal},
-    }
-    return Recipe.model_validate(written)
-
-
-def _common(
-    name: str,
-    prompts: int,
-    samples: int,
-    max_new_tokens: int,
-    lr: float,
-    threads: int,
-    *,
-    hybrid: bool = False,
-) -> dict[str, Any]:
-    return {
+    """Sorting with the benchmark's model and these sections; everything else as the defaults have it."""
+    written = {
         "name": name,
         "model": {"path": str(model_folder(hybrid=hybrid))},
+        "tasks": {"sort": {"kind": "sort", "options": {"length": list(digits)}}},
         "rollout": {"samples": samples, "max_new_tokens": max_new_tokens},
         "train": {"prompts": prompts, "lr": lr, "steps": 1000},
         "eval": {"rows": 1},
         "runtime": {"threads": threads},
     }
+    return Recipe.model_validate(written | sections)
 
 
-def _sorting(digits: tuple[int, int]) -> dict[str, Any]:
-    return {"kind": "sort", "options": {"length": list(digits)}}
+def demo_recipe(name: str, *changes: str) -> Recipe:
+    """A recipe of the demo from its base model, which here is also each of the teachers."""
+    fixed = [f"model.path={demo_folder()}", "train.steps=10000", "eval.rows=1", "eval.every=10000"]
+    if name == STUDENT:
+        fixed += [f"teachers.{teacher}.model={demo_folder(teacher)}" for teacher in DEMO_TEACHERS]
+    return load_recipe(shipped_recipes() / "mopd" / f"{name}.yaml", [*fixed, *changes]).recipe

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Channel, Measured, Stopwatch
+from benchmarks import harness
+from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import CACHE
 from benchmarks.stepping import mean
 
@@ -80,3 +82,64 @@ def make_turns(
                 channel.answer({**spent, **found, **at_end()})
 
     return Turns()
+
+
+def race(
+    name: str, module: str, rounds: Mapping[int, int], settings: Mapping[str, Any], **options: Any
+) -> dict[str, Any]:
+    """Race a module's `practicum` and `trl` at each number of threads, and add to results/<name>.json, unless
+    `settings` are empty."""
+    raced = harness.stored(name)
+    for threads, count in rounds.items():
+        title = "1 thread" if threads == 1 else f"{threads} threads"
+        print(f"{name}, {title}")
+        contenders = [
+            Contender(side, f"{module}:{side}", {**options, "threads": threads}, threads)
+            for side in ("practicum", "trl")
+        ]
+        raced[title] = harness.race(contenders, count)
+    if settings:
+        written = {**settings, **options, "rounds": rounds, "trl_microbatch_rows": MICROBATCH}
+        harness.write_results(name, {"settings": written, "raced": raced})
+    return raced
+
+
+def train_grpo(
+    channel: Channel,
+    threads: int,
+    block: int,
+    folder: Path,
+    rows: list[dict[str, str]],
+    settings: dict[str, Any],
+    samples: int,
+    score: Callable[[str, str], float],
+) -> None:
+    """Run GRPOTrainer in turns; `score` judges an answer by the expected one."""
+    import torch
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(threads)
+    counted: list[Measured] = []
+
+    # The reward function sees all answers, so it is also where tokens and rewards are counted.
+    def reward(
+        completions: list[str], completion_ids: list[list[int]], answer: list[str], **row: Any
+    ) -> list[float]:
+        rewards = [score(c, a) for c, a in zip(completions, answer, strict=True)]
+        tokens = sum(len(ids) for ids in completion_ids)
+        counted.append({"tokens": tokens, "mean_reward": sum(rewards) / len(rewards)})
+        return rewards
+
+    # dapo: the mean over all tokens of the batch.
+    options = {"num_generations": samples, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"}
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=reward,
+        args=GRPOConfig(**settings, **options, num_iterations=1),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        callbacks=[make_turns(channel, block, counted)],
+    )
+    trainer.train()

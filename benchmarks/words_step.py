@@ -19,9 +19,9 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks import harness, trl_peer
-from benchmarks.harness import Channel, Contender, Measured
-from benchmarks.model import CACHE, ROWS, teach
+from benchmarks import trl_peer
+from benchmarks.harness import Channel
+from benchmarks.model import CACHE, ROWS, save, teach
 from benchmarks.stepping import Steps, mean
 from practicum.recipe.load_recipe import load_recipe
 from practicum.rewards.reward_functions import RewardSample
@@ -68,9 +68,7 @@ def folder(taught: int = TAUGHT_STEPS) -> Path:
         lines = (json.dumps({"prompt": e.prompt, "answer": e.answer}) for e in drawn)
         (path / "rows.jsonl").write_text("\n".join(lines) + "\n")
         tokenizer = _make_tokenizer([e.prompt + e.answer for e in drawn])
-        model = teach(_make_model(tokenizer), tokenizer, _demonstrations, taught)
-        tokenizer.save_pretrained(path)
-        model.save_pretrained(path)
+        save(path, teach(_make_model(tokenizer), tokenizer, _demonstrations, taught), tokenizer)
     return path
 
 
@@ -130,63 +128,21 @@ def practicum(channel: Channel, taught: int, prompts: int, threads: int) -> None
 
 
 def trl(channel: Channel, taught: int, prompts: int, threads: int) -> None:
-    """GRPOTrainer, whose loop waits in a callback for its turn."""
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
-
-    torch.set_num_threads(threads)
+    """GRPOTrainer on the same rows."""
     made = folder(taught)
     rows = [json.loads(line) for line in (made / "rows.jsonl").read_text().splitlines()]
-    counted: list[Measured] = []
-
-    def rewarded(
-        completions: list[str], completion_ids: list[list[int]], answer: list[str], **row: Any
-    ) -> list[float]:
-        rewards = [in_place(c, a) for c, a in zip(completions, answer, strict=True)]
-        tokens = sum(len(ids) for ids in completion_ids)
-        counted.append({"tokens": tokens, "mean_reward": sum(rewards) / len(rewards)})
-        return rewards
-
-    shared = trl_peer.settings(prompts * SAMPLES, MAX_NEW, LR)
-    options = {"num_generations": SAMPLES, "beta": 0.0, "epsilon": 0.2, "loss_type": "dapo"}
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32),
-        reward_funcs=rewarded,
-        args=GRPOConfig(**shared, **options, num_iterations=1),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(made, padding_side="left"),
-        callbacks=[trl_peer.make_turns(channel, BLOCK, counted)],
-    )
-    trainer.train()
+    settings = trl_peer.settings(prompts * SAMPLES, MAX_NEW, LR)
+    trl_peer.train_grpo(channel, threads, BLOCK, made, rows, settings, SAMPLES, in_place)
 
 
 def main(threads: Sequence[int], *, quick: bool = False) -> None:
     """Race at these threads, and add to the results; quick: a small setting that shows that all works."""
     taught, prompts = (2, 2) if quick else (TAUGHT_STEPS, PROMPTS)
     folder(taught)
-    path = harness.RESULTS / "words_step.json"
-    raced = json.loads(path.read_text())["raced"] if path.is_file() else {}
-    options = {"taught": taught, "prompts": prompts}
-    for count in threads:
-        title = "1 thread" if count == 1 else f"{count} threads"
-        print(f"GRPO step on words, {title}")
-        contenders = [
-            Contender(name, f"benchmarks.words_step:{name}", options | {"threads": count}, count)
-            for name in ("practicum", "trl")
-        ]
-        raced[title] = harness.race(contenders, 1 if quick else ROUNDS[count])
-    settings = {
-        **options,
-        "samples": SAMPLES,
-        "max_new_tokens": MAX_NEW,
-        "lr": LR,
-        "trl_microbatch_rows": trl_peer.MICROBATCH,
-        "rounds": ROUNDS,
-        "steps_per_round": BLOCK,
-    }
-    if not quick:
-        harness.write_results("words_step", {"settings": settings, "raced": raced})
+    settings = {"samples": SAMPLES, "max_new_tokens": MAX_NEW, "lr": LR, "steps_per_round": BLOCK}
+    rounds = {count: 1 if quick else ROUNDS[count] for count in threads}
+    module, kept = "benchmarks.words_step", {} if quick else settings
+    trl_peer.race("words_step", module, rounds, kept, taught=taught, prompts=prompts)
 
 
 if __name__ == "__main__":

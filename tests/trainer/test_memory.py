@@ -37,10 +37,16 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation": {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "full"}},
     "agents": {"agent": {"loop": "tests.museum.loops:a_word_and_an_answer"}},
     "lag": {"rollout": GRPO["rollout"] | {"lag": 1}},
+    "two ranks on Ray": {
+        "runtime": {"kind": "ray", "threads": 1, "cpus": 8},
+        "pools": {"train": {"devices": 2}},
+    },
 }
 EARLY, STEPS = 20, 60
+LEAST_KIB = 200_000
+"""Of processes that have no model, the memory is not judged."""
 CHILD = """
-import gc, json, sys
+import gc, json, os, sys
 from pathlib import Path
 import practicum as pr
 from practicum.cpu import batch_invariance
@@ -49,26 +55,37 @@ if sys.argv[2:]:
     batch_invariance.rounded_rows = batch_invariance.padded_rows
 scanned = [0]
 
+def sizes(pid):
+    status, found = Path(f"/proc/{pid}/status").read_text(), {}
+    if "RssAnon:" in status:  # not memory that processes share, such as Ray's store
+        found = {pid: int(status.split("RssAnon:")[1].split()[0])}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            try:
+                found |= sizes(int(child))
+            except OSError:  # it has ended
+                pass
+    return found
+
 def note(phase, info):
     if phase == "start" and info["generation"] == 2:
         scanned.append(len(gc.get_objects()))
 
 def report(metrics):
     if "time/step" in metrics:
-        resident = Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]
-        print(resident, max(scanned), gc.get_freeze_count(), flush=True)
+        print(json.dumps([sizes(os.getpid()), max(scanned), gc.get_freeze_count()]), flush=True)
         scanned[:] = [0]
 
 gc.callbacks.append(note)
 pr.train(json.loads(sys.argv[1]), out="run", on_step=report, quiet=True)
 """
-"""Prints after each step the resident memory, the most objects that a complete collection scanned, and the
-number of objects that none scans."""
+"""Prints after each step the resident memory of each process of the run, the most objects that a complete
+collection scanned, and the number of objects that none scans."""
 
 
 def run_steps(folder: Path, case: str, *changed: str, **environment: str) -> tuple[float, float]:
-    """Return the memory at the end of a run over that at step EARLY, and the largest share of its objects
-    that a collection scanned from step 3 on."""
+    """Return the memory at the end of a run over that at step EARLY, of the process where it grew most, and
+    the largest share of its objects that a collection scanned from step 3 on."""
     for seed, name in enumerate("st"):
         save_teacher(folder / name, seed=seed, scale=1.0, hidden=256, layers=4, heads=4)
     recipe = GRPO | CASES[case]
@@ -82,11 +99,15 @@ def run_steps(folder: Path, case: str, *changed: str, **environment: str) -> tup
         text=True,
         timeout=500,
     )
-    steps = [tuple(map(int, line.split())) for line in ran.stdout.splitlines()]
+    steps = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(steps) == STEPS
     sizes, scanned, spared = zip(*steps, strict=True)
-    print(case, [size // 1024 for size in sizes[9::10]], "MiB", max(scanned[2:]), "of", spared[-1], "objects")
-    return max(sizes[-5:]) / sizes[EARLY - 1], max(scanned[2:]) / max(spared[-1], 1)
+    lasting = [pid for pid in sizes[-1] if sizes[EARLY - 1].get(pid, 0) > LEAST_KIB]
+    for pid in lasting:
+        print(case, pid, [step.get(pid, 0) // 1024 for step in sizes[9::10]], "MiB")
+    print(case, max(scanned[2:]), "of", spared[-1], "objects")
+    growth = max(max(step[pid] for step in sizes[-5:]) / sizes[EARLY - 1][pid] for pid in lasting)
+    return growth, max(scanned[2:]) / max(spared[-1], 1)
 
 
 @pytest.mark.parametrize("case", CASES)
