@@ -25,7 +25,7 @@ from practicum.models import padded_attention
 from practicum.models.padded_attention import AttentionRule, PaddedRows
 from practicum.models.state_layers import StateLayer, StateRows
 
-QUERY_CHUNK = 512
+QUERY_CHUNK = 128
 """Longer segments of the learner attend in pieces of this many queries, each to no later keys."""
 WASTE = 0.3
 """Share of padding in a block's scores from which a block is split."""
