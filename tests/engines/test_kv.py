@@ -182,7 +182,8 @@ def test_kv_memory_is_zero_aligned_and_untouched(dtype: torch.dtype):
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are shared on Linux alone")
 def test_slots_that_split_share_the_pages_of_what_they_have_in_common():
     prompt, other = (
-        PromptKv(*(torch.randn(2, KV_HEADS, length, 64) for _ in range(2))) for length in (520, 300)
+        PromptKv(torch.randn(2, KV_HEADS, length, 64), torch.randn(2, KV_HEADS, length, 64))
+        for length in (520, 300)
     )
     memory = KvMemory(prompt, 6, 4096)
     memory.reserve(4, 520)

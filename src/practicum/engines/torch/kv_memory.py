@@ -98,13 +98,11 @@ class KvMemory:
         # One after the other, so that the old memory of the first is free before the second is allocated.
         self.keys = _moved(self.keys, shape, before)
         self.values = _moved(self.values, shape, before)
-        pages = self._pages if shareable((self.keys, self.values), length) else {}
-        fits = {
-            slot: x for slot, x in pages.items() if slot < shape[0] and x.positions <= min(shape[1], before)
-        }
-        self._pages = fits
-        for slot, shared in fits.items():
-            self._put_pages(shared, slot)
+        most = min(before, shareable((self.keys, self.values), length))
+        pages, self._pages = self._pages, {}
+        for slot, shared in pages.items():
+            if slot < shape[0] and shared.positions <= most:
+                self._put_pages(shared, slot)
 
     @property
     def nbytes(self) -> int:
@@ -142,11 +140,10 @@ class KvMemory:
     def move(self, source: int, target: int, length: int, *, split: bool = False) -> None:
         """Copy the first `length` positions of one slot into another. If the sequences `split`, the first
         goes on, and both share the pages that they can."""
-        pages = self._pages.get(source)
+        pages, same = self._pages.get(source), 0
         if pages is None and split and (count := shareable((self.keys, self.values), length)):
             pages = SharedPages([x[:, source, :, :count] for x in (self.keys, self.values)])
             self._put_pages(pages, source)
-        same = 0
         self._pages.pop(target, None)
         if pages is not None:
             self._put_pages(pages, target)

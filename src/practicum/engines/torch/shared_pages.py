@@ -35,7 +35,7 @@ class SharedPages:
         self._file = open(os.memfd_create("kv"), "wb")  # noqa: SIM115 - mapped as long as a slot needs it
         self._starts = [sum(x.nbytes for x in parts[:i]) for i in range(len(parts))]
         for part in parts:
-            self._file.write(part.contiguous().view(torch.uint8).numpy())
+            self._file.write(part.contiguous().view(torch.uint8).numpy().data)
         self._file.flush()
 
     def put(self, number: int, slot: Tensor) -> None:
