@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from practicum.cpu.batch_invariance import padded_keys
 from practicum.engines.protocol import Counter
 from practicum.engines.torch import kv_memory as kv
+from practicum.engines.torch import shared_pages
 from practicum.engines.torch.kv_memory import (
     DecodeLayout,
     KvMemory,
@@ -207,6 +208,23 @@ def test_slots_that_split_share_the_pages_of_what_they_have_in_common():
         assert torch.equal(memory.prompt(slot, 300).keys, other.keys)
     for slot in (0, 3):
         assert torch.equal(memory.prompt(slot, 520).values, prompt.values)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are shared on Linux alone")
+def test_answers_are_the_same_bits_with_and_without_shared_pages(monkeypatch):
+    asked = prompts(2, shortest=820, longest=830)
+    requests = [(asked[i % 2], sampling(2 + i), Counter(0, i % 2, i)) for i in range(8)]
+    made = []
+    for least in (0, 1 << 30):
+        monkeypatch.setattr(shared_pages, "LEAST_BYTES", least)
+        with engine_of(tiny(context=1024), slots=6, context=1024) as engine:
+            made.append(generate(engine, requests))
+            memory = engine.scheduler.memory
+            assert memory is not None
+            assert bool(memory._pages) == (least == 0)
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprobs, other.logprobs)
 
 
 def mapped(memory: KvMemory, slot: int) -> bool:
