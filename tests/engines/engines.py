@@ -25,9 +25,11 @@ FAMILIES = ("qwen3", "llama", "gpt2")
 Request = tuple[Sequence[int], Sampling, Counter]
 
 
-def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny(
+    family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, context: int = 128
+) -> PreTrainedModel:
     """A random model whose weights are large enough for attention to matter and answers to differ."""
-    spec: Any = {"family": family, "hidden": 48, "layers": 2, "heads": 4, "context": 128}
+    spec: Any = {"family": family, "hidden": 48, "layers": 2, "heads": 4, "context": context}
     make = MakeModel(**spec)
     model = make_model(make, load_tokenizer(Model(random_init=make)), seed)
     with torch.no_grad():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from practicum.cpu.batch_invariance import padded_keys
 from practicum.engines.protocol import Counter
 from practicum.engines.torch import kv_memory as kv
+from practicum.engines.torch import shared_pages
 from practicum.engines.torch.kv_memory import (
     DecodeLayout,
     KvMemory,
@@ -174,3 +178,60 @@ def test_kv_memory_is_zero_aligned_and_untouched(dtype: torch.dtype):
     before = resident()
     large = lazy_zeros((1 << 26,), torch.empty(0, dtype=dtype))
     assert resident() - before < large.nbytes // 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are shared on Linux alone")
+def test_slots_that_split_share_the_pages_of_what_they_have_in_common():
+    prompt, other = (
+        PromptKv(torch.randn(2, KV_HEADS, length, 64), torch.randn(2, KV_HEADS, length, 64))
+        for length in (520, 300)
+    )
+    memory = KvMemory(prompt, 6, 4096)
+    memory.reserve(4, 520)
+    memory.put_prompt(prompt, 0, 1)
+    memory.move(0, 1, 520, split=True)
+    memory.move(1, 3, 520)  # from a slot that has them already
+    assert [mapped(memory, slot) for slot in range(4)] == [True, True, False, True]
+    # Each is written to on its own, also where pages are shared.
+    memory.keys[:, 1, :, 520] = 1.0
+    memory.keys[:, 3, :, 5] = 2.0
+    assert torch.equal(memory.prompt(0, 520).keys, prompt.keys)
+    assert torch.equal(memory.prompt(1, 520).keys, prompt.keys)
+    assert not memory.keys[:, 0, :, 520].any()
+    for slot in (0, 1, 3):
+        assert torch.equal(memory.prompt(slot, 520).values, prompt.values)
+    memory.reserve(4, 900)
+    assert [mapped(memory, slot) for slot in range(4)] == [True, True, False, True]
+    memory.put_prompt(other, 1, 1)
+    memory.move(1, 2, 300)  # nobody goes on in the first: a plain copy
+    for slot in (1, 2):
+        assert torch.equal(memory.prompt(slot, 300).keys, other.keys)
+    for slot in (0, 3):
+        assert torch.equal(memory.prompt(slot, 520).values, prompt.values)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are shared on Linux alone")
+def test_answers_are_the_same_bits_with_and_without_shared_pages(monkeypatch):
+    asked = prompts(2, shortest=820, longest=830)
+    requests = [(asked[i % 2], sampling(2 + i), Counter(0, i % 2, i)) for i in range(8)]
+    made = []
+    for least in (0, 1 << 30):
+        monkeypatch.setattr(shared_pages, "LEAST_BYTES", least)
+        with engine_of(tiny(context=1024), slots=6, context=1024) as engine:
+            made.append(generate(engine, requests))
+            memory = engine.scheduler.memory
+            assert memory is not None
+            assert bool(memory._pages) == (least == 0)
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.logprobs, other.logprobs)
+
+
+def mapped(memory: KvMemory, slot: int) -> bool:
+    """Return True if the slot's beginning is pages of a file in all layers."""
+    starts = [x[layer, slot].data_ptr() for x in (memory.keys, memory.values) for layer in range(2)]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = [[int(x, 16) for x in line.split()[0].split("-")] for line in lines if "memfd:kv" in line]
+    found = {any(start <= place < end for start, end in files) for place in starts}
+    assert len(found) == 1
+    return found.pop()

@@ -112,6 +112,30 @@ def test_lower_precisions(dtype, tolerance):
     torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_narrow_layer_has_the_same_bits_where_they_are_wanted(window, monkeypatch):
+    monkeypatch.setattr(layout_module, "QUERY_CHUNK", 64)
+    segments = segments_of([600, 30], [(0, 40), (0, 70), (1, 200), (0, 7)])
+    inputs = tensors(int(segments.lengths.sum()), 4, 2, seed=0, dtype=torch.float32)
+    wanted_M = torch.cat([torch.arange(599, 600), torch.arange(630, len(inputs[0]))])
+    results = []
+    for narrow in (False, True):
+        layout, rule = PackedLayout.of_segments(segments), AttentionRule(0.3, window)
+        if narrow:
+            layout.narrow(3, wanted_M)
+            assert torch.equal(layout.attend(2, *inputs, rule)[wanted_M], results[0][0])
+        out = layout.attend(3, *inputs, rule)
+        assert out.isfinite().all()
+        grads = torch.autograd.grad(out[wanted_M].square().sum(), inputs)
+        queries = sum(map(scores_of, (layout._narrow.get(3) or layout).blocks))
+        results.append((out[wanted_M], grads, queries))
+    (out, grads, queries), (narrow_out, narrow_grads, narrow_queries) = results
+    assert torch.equal(out, narrow_out)
+    assert narrow_queries < 0.6 * queries
+    for a, b in zip(grads, narrow_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(a.abs().max()))
+
+
 def scores_of(block) -> int:
     return len(block.rows.first_B) * block.rows.queries * block.rows.keys
 

@@ -63,7 +63,7 @@ class LeanDecoder:
 
     def __init__(self, model: Any) -> None:
         self._base, self._head = cast(Any, model.base_model), model.get_output_embeddings()
-        self._width = mlp_width(model)
+        self._width, self.layers = mlp_width(model), len(self._base.layers)
         self._eps = torch.tensor(model.config.rms_norm_eps, device=model.device)
         self.packed = PackedWeights()
 

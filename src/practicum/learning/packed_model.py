@@ -141,6 +141,9 @@ class PackedModel:
 
     def _hidden(self, packed: Packed, load: RouterLoad | None) -> Tensor:
         pictures = self._picture_tokens(packed) if packed.images else None
+        if self._last_mlp is not None:
+            last = self.model.config.get_text_config().num_hidden_layers - 1
+            packed.layout.narrow(last, packed.gather_M)
         with self._routed(packed, load), self._last_layer(packed):
             hidden_N = packed_forward(
                 self.model, packed.ids_N, packed.positions_N, packed.layout, packed.images, pictures

@@ -25,11 +25,11 @@ from practicum.models import padded_attention
 from practicum.models.padded_attention import AttentionRule, PaddedRows
 from practicum.models.state_layers import StateLayer, StateRows
 
-QUERY_CHUNK = 512
+QUERY_CHUNK = 128
 """Longer segments of the learner attend in pieces of this many queries, each to no later keys."""
 WASTE = 0.3
 """Share of padding in a block's scores from which a block is split."""
-FEW_SCORES, MANY_SCORES = 4096, 65_536
+FEW_SCORES, MANY_SCORES = 4096, 16_384
 """Padding that is never worth one more block, and padding that always is."""
 
 Ints = NDArray[np.int64]
@@ -176,20 +176,27 @@ class PackedLayout:
     def __init__(self, blocks: Sequence[tuple[_Block, Ints]], segments: Segments) -> None:
         self.segments = segments
         self._state_rows: dict[bool, StateRows] = {}
+        self._narrow: dict[int, PackedLayout] = {}
         blocks = sorted(blocks, key=lambda pair: pair[0].rows.is_long)
         self.blocks = [block for block, _ in blocks]
         tokens = np.concatenate([tokens for _, tokens in blocks])
-        # Where each packed token's output is among the blocks' padded queries.
+        # Where each packed token's output is among the blocks' padded queries, or 0 if it has none.
         places = np.flatnonzero(tokens >= 0)
-        back = np.empty(len(places), dtype=np.int64)
+        back = np.zeros(segments.lengths.sum(), dtype=np.int64)
         back[tokens[places]] = places
         self.back_N = torch.from_numpy(back)
 
     @classmethod
-    def of_segments(cls, segments: Segments) -> PackedLayout:
-        """Lay out segments for learning: blocks with little padding, whatever it takes to share one."""
+    def of_segments(cls, segments: Segments, wanted_M: Ints | None = None) -> PackedLayout:
+        """Lay out segments for learning: blocks with little padding, whatever it takes to share one. If some
+        tokens alone are wanted (ascending), pieces without one have no output of their own."""
         before = segments.before()
         pieces = _pieces(segments, np.array(list(map(len, before))))
+        if wanted_M is not None:
+            first, end = (
+                wanted_M.searchsorted(pieces.segment_start + x) for x in (pieces.start, pieces.stop)
+            )
+            pieces = pieces.take(np.flatnonzero(first < end))
         blocks = (pieces.take(np.arange(*cut)) for cut in _cuts(pieces, int(segments.lengths.sum())))
         return cls([_block(x, int(x.queries.max()), int(x.keys.max()), before) for x in blocks], segments)
 
@@ -208,11 +215,17 @@ class PackedLayout:
         every = np.array(lengths, dtype=np.int64)
         return cls(blocks, Segments(every.cumsum() - every, every, np.full_like(every, -1)))
 
+    def narrow(self, layer: int, wanted_M: Tensor) -> None:
+        """Skip most other tokens' queries in a layer: the last one, where nothing reads their output."""
+        if int(self.segments.lengths.max()) > QUERY_CHUNK:
+            layout = self.of_segments(self.segments, np.sort(wanted_M.cpu().numpy()))
+            self._narrow[layer] = layout.to(self.back_N.device)
+
     def to(self, device: torch.device) -> PackedLayout:
         moved = object.__new__(type(self))
         moved.blocks = [block.to(device) for block in self.blocks]
         moved.back_N = self.back_N.to(device)
-        moved.segments, moved._state_rows = self.segments, {}
+        moved.segments, moved._state_rows, moved._narrow = self.segments, {}, {}
         return moved
 
     @uncompiled
@@ -225,6 +238,8 @@ class PackedLayout:
 
     @uncompiled
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        if layer in self._narrow:
+            return self._narrow[layer].attend(layer, query, key, value, rule)
         shape = *query.shape[:2], value.shape[-1]
         blocks, long = self.blocks, []
         if torch.is_grad_enabled() and not blocks[0].causal:
@@ -242,7 +257,7 @@ class PackedLayout:
             back_N = torch.where(self.back_N < sum(map(len, outs)), self.back_N, 0)
             out_N = torch.cat(outs).index_select(0, back_N)
         else:
-            out_N = query.new_empty(len(query), shape[1] * shape[2])
+            out_N = query.new_zeros(len(query), shape[1] * shape[2])
         plain = replace(rule, sinks=None)
         return _LongBlocks.apply(out_N, query, key, value, rule.sinks, long, plain).view(shape)  # pyright: ignore[reportAttributeAccessIssue]
 

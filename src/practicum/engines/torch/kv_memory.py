@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from practicum.cpu.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
+from practicum.engines.torch.shared_pages import SharedPages, shareable
 from practicum.errors import EngineError
 from practicum.models import padded_attention
 from practicum.models.packed_attention import PackedLayout
@@ -80,6 +81,8 @@ class KvMemory:
         self.layers = like.layers or {layer: layer for layer in range(len(like.keys))}
         self.states = {name: lazy_zeros((slots, *x.shape), x) for name, x in like.states.items()}
         """States [slots, ...], whose size does not depend on the sequence length."""
+        self._pages: dict[int, SharedPages] = {}
+        """The pages that slots share with others, by slot."""
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for this many slots in use, the longest with `length` positions."""
@@ -95,6 +98,11 @@ class KvMemory:
         # One after the other, so that the old memory of the first is free before the second is allocated.
         self.keys = _moved(self.keys, shape, before)
         self.values = _moved(self.values, shape, before)
+        most = min(before, shareable((self.keys, self.values), length))
+        pages, self._pages = self._pages, {}
+        for slot, shared in pages.items():
+            if slot < shape[0] and shared.positions <= most:
+                self._put_pages(shared, slot)
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +112,8 @@ class KvMemory:
         """Copy a prompt into `count` slots from `first`, the last ones in use."""
         length = prompt.keys.shape[2]
         self.reserve(first + count, max(length, self.longest if first else 0))
+        for slot in range(first, first + count):
+            self._pages.pop(slot, None)
         for memory, part in ((self.keys, prompt.keys), (self.values, prompt.values)):
             memory[:, first : first + count, :, :length] = part.unsqueeze(1)
         for name, state in prompt.states.items():
@@ -127,12 +137,26 @@ class KvMemory:
             memory.view(-1, width).index_copy_(0, places, new.reshape(-1, width))
         return keys, values
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot into another."""
+    def move(self, source: int, target: int, length: int, *, split: bool = False) -> None:
+        """Copy the first `length` positions of one slot into another. If the sequences `split`, the first
+        goes on, and both share the pages that they can."""
+        pages, same = self._pages.get(source), 0
+        if pages is None and split and (count := shareable((self.keys, self.values), length)):
+            pages = SharedPages([x[:, source, :, :count] for x in (self.keys, self.values)])
+            self._put_pages(pages, source)
+        self._pages.pop(target, None)
+        if pages is not None:
+            self._put_pages(pages, target)
+            same = pages.positions
         for memory in (self.keys, self.values):
-            memory[:, target, :, :length] = memory[:, source, :, :length]
+            memory[:, target, :, same:length] = memory[:, source, :, same:length]
         for state in self.states.values():
             state[target] = state[source]
+
+    def _put_pages(self, pages: SharedPages, slot: int) -> None:
+        for number, memory in enumerate((self.keys, self.values)):
+            pages.put(number, memory[:, slot])
+        self._pages[slot] = pages
 
 
 def _allocate(like: Tensor, slots: int, room: int) -> Tensor:

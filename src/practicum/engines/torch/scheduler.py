@@ -209,7 +209,7 @@ class Scheduler:
 
     def _regroup(self, memory: KvMemory, gone: list[int]) -> None:
         for source, target, length in self.running.regroup(gone):
-            memory.move(source, target, length)
+            memory.move(source, target, length, split=source < self.running.sequences)
 
     def _score(self) -> list[Outcome]:
         """Score the requests of one forward pass."""

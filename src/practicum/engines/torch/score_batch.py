@@ -83,6 +83,8 @@ def _hidden(runner: ModelRunner, jobs: Sequence[ScoreJob]) -> list[Tensor]:
     parts = adapter_parts([(jobs[i].adapter, tokens.lengths[i] - start) for i, start in rows])
     paths = [torch.from_numpy(tree.paths[i][len(prefixes[i]) - 1 :]) for i in range(len(jobs))]
     wanted_M, places = torch.cat(paths).to(runner.device).unique(return_inverse=True)
+    if runner.lean is not None:
+        layout.narrow(runner.lean.layers - 1, wanted_M)
     hidden_MH = runner.hidden(inputs, layout, parts, wanted_M)
     return [hidden_MH[place] for place in places.split(list(map(len, paths)))]
 
