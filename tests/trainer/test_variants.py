@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.dataplane.stages import OwnStage
+from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.shipped import shipped_recipes
 from practicum.recipe.user_functions import import_object
@@ -187,6 +189,19 @@ def test_a_fifth_of_the_tokens_has_weight(tmp_path: Path, monkeypatch: pytest.Mo
     assert {weight for _, weight in pairs} == {0.0, 1.0}
     assert sum(weight for _, weight in pairs) == pytest.approx(count, abs=1)
     assert all(weight == 1.0 for _, weight in pairs[: count - 1])
+
+
+def test_tool_output_is_learnt_and_special_tokens_are_not():
+    stage = import_object(f"{SORT}/variants:tool_output", "here")
+    assert isinstance(stage, OwnStage)
+    tokenizer = make_tokenizer()
+    letters, end = tokenizer.encode("abc", add_special_tokens=False), tokenizer.eos_token_id
+    ids, mask = [[*letters, end], [letters[0], end]], [[True, False, True, False], [False, True]]
+    columns = {"response_ids": ids, "response_mask": mask}
+    given = {name: Ragged.from_rows([torch.tensor(row) for row in rows]) for name, rows in columns.items()}
+    found = stage.run(SimpleNamespace(tokenizer=tokenizer), None, Columns("test", given), None)
+    weights = [row.tolist() for row in found["token_weight"].rows]
+    assert weights == [pytest.approx([1.0, 0.1, 1.0, 0.0]), pytest.approx([0.1, 0.0])]
 
 
 def test_mismatched_chunks_share_their_difference_evenly_and_all_agree_on_average():
