@@ -1,8 +1,8 @@
 """Compare each teacher with the student on a few prompts before a run.
 
 The student's engine samples the responses. A teacher may be in another process: it gets all its requests at
-once (`Questions`). A server or vLLM returns only the most likely tokens, so the table has a bound of the mass
-(≥), an estimate of the KL from the student's tokens (~), and a dash for what the teacher can't return.
+once (`Questions`). A server returns only the most likely tokens, so the table has a bound of the mass (≥), an
+estimate of the KL from the student's tokens (~), and a dash for what the server can't return.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from practicum.models.load_model import load_tokenizer, stop_ids
 from practicum.processes.http_client import Refused
 from practicum.recipe.derived import parts_of, traits_of
 from practicum.recipe.schema.recipe import Recipe
+from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.rewards.score_functions import RewardFunctions, RewardSample
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.prompts import Encoder, Prompt
@@ -124,7 +125,7 @@ async def _replies(teacher: TeacherScorer, questions: Questions) -> Replies:
     rows = [replace(row, adapter=teacher.adapter) for row in questions.rows]
     try:
         head = await asyncio.to_thread(engine.head)
-    except EngineError:  # a server or vLLM
+    except EngineError:  # a server
         scores = await _most_likely(engine, rows, questions)
     else:
         scores = await _distributions(engine, rows, head, questions.temperature)
@@ -209,7 +210,7 @@ def probe_teachers(recipe: Recipe, model: PreTrainedModel) -> tuple[list[str], l
     specs = {
         name: teacher if teacher.url is not None else teacher.model_copy(update={"placement": "colocated"})
         for name, teacher in recipe.teachers.items()
-        if teacher.url is not None or teacher.engine_traits.runs_transformers
+        if _probed(teacher)
     }
     if not specs or recipe.on_ray:
         return [], []
@@ -243,10 +244,14 @@ def compare_teachers(
             own += [prompt] * (len(own) < PROMPTS)
     probes: dict[str, Probe] = {}
     for name, ask in asks.items():
-        if name in prompts:
+        if name in prompts and _probed(recipe.teachers[name]):
             work, owner = prober.probe(name, ask, prompts[name]), f"the probe of teacher {name}"
             probes[name] = run_async(work, timeout=PROBE_S, owner=owner)
     return table(probes), warnings_of(probes)
+
+
+def _probed(teacher: Teacher) -> bool:
+    return teacher.url is not None or teacher.engine_traits.runs_transformers
 
 
 def _comparable(recipe: Recipe, model: PreTrainedModel) -> bool:
