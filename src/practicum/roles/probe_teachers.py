@@ -31,10 +31,9 @@ from practicum.engines.protocol import (
     Scores,
 )
 from practicum.engines.torch.make_torch import TorchKind
-from practicum.errors import EngineError
+from practicum.errors import EngineError, TeacherError
 from practicum.models.attention import OutputHead
 from practicum.models.load_model import load_tokenizer, stop_ids
-from practicum.processes.http_client import Refused
 from practicum.recipe.derived import parts_of, traits_of
 from practicum.recipe.schema.recipe import Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -153,7 +152,7 @@ async def _most_likely(
     for k in larger:
         try:
             return await gather_all(engine.score(row, replace(options, top_k=k)) for row in rows)
-        except (EngineError, Refused):  # above its limit
+        except (EngineError, TeacherError):  # above its limit, or the last one says what is wrong
             continue
     return await gather_all(engine.score(row, options) for row in rows)
 
@@ -291,7 +290,7 @@ class _Prober:
         rows = [_row(ids[uid], answer) for uid, answer in zip(ids, sampled, strict=True)]
         mine = await _distributions(self.student, rows, self.head, temperature)
         distill = self.recipe.distill
-        top_k = distill.top_k if distill is not None and distill.signal != "full" else TOP_K
+        k = distill.top_k if distill is not None and distill.signal != "full" else TOP_K
         sums, count = dict.fromkeys(MEASURES, 0.0), 0
         for answer, own, their, found in zip(sampled, mine, theirs, aligned, strict=True):
             tokens = tensor(answer[:POSITIONS])
@@ -304,8 +303,8 @@ class _Prober:
             if not len(own):
                 continue
             if isinstance(their, Tensor):
-                width = min(own.shape[1], their.shape[1])
-                one = compare(own[:, :width], their[:, :width], top_k, judged)
+                both = min(own.shape[1], their.shape[1])
+                one = compare(own[:, :both], their[:, :both], k, judged)
             else:
                 one = compare_most_likely(own, their, tokens, judged)
             sums = {what: total + len(own) * getattr(one, what) for what, total in sums.items()}

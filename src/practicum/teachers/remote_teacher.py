@@ -20,7 +20,7 @@ from practicum.engines.protocol import (
 )
 from practicum.errors import EngineError, RecipeError, TeacherError
 from practicum.models.fingerprint import fingerprint_ids
-from practicum.processes.http_client import Client, Refused, Unusable
+from practicum.processes.http_client import Client, Unusable
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.teachers.prompt_logprobs import KEY, Misaligned, read_plain, read_scores
 
@@ -70,7 +70,7 @@ class RemoteScorer(Client, Scorer):
         try:
             choice = (await self.ask("POST", "/completions", body, about))["choices"][0]
             tokens = torch.tensor(choice["token_ids"], dtype=torch.int64)
-        except (Refused, KeyError, IndexError, TypeError, ValueError) as error:
+        except (TeacherError, KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(self.problem(about, f"no token ids of a response: {error}")) from error
         none = torch.full((len(tokens),), torch.nan)
         finish = "stop" if choice.get("finish_reason") == "stop" else "length"
