@@ -127,12 +127,14 @@ def test_the_numbers_of_a_server_are_bounds_and_an_estimate():
     torch.manual_seed(1)
     student, teacher = (torch.randn(1, 9).double().log_softmax(-1) for _ in range(2))
     best, ids = teacher.topk(3)
-    kl = 0.0
-    for token in range(9):
-        scores = Scores(teacher[:, token], ids, best, 0)
-        found = compare_most_likely(student, scores, torch.tensor([token]), (0.5, 0.25))
-        kl += float(student[0, token].exp()) * found.kl
-    whole = compare(student, teacher, 3, (0.5, 0.25))
+    probes = [
+        compare_most_likely(
+            student, Scores(teacher[:, token], ids, best, 0), torch.tensor([token]), (0.5, 0.25)
+        )
+        for token in range(9)
+    ]
+    kl = sum(float(p) * probe.kl for p, probe in zip(student[0].exp(), probes, strict=True))
+    whole, found = compare(student, teacher, 3, (0.5, 0.25)), probes[0]
     assert kl == pytest.approx(whole.kl, abs=1e-9), "its expectation is the KL"
     assert (found.overlap, found.tail) == pytest.approx((whole.overlap, whole.tail))
     both = set(ids[0].tolist()) & set(student[0].topk(3).indices.tolist())

@@ -224,7 +224,7 @@ def test_the_first_step_on_ray_probes_teachers_where_they_are(
     teachers: dict[str, Any] = {"small": {"model": others[0]}, "other": {"model": others[1]}}
     shared = {"model": {"path": student}, "train": STEPS, "route": route, "distill": {}}
 
-    def run(name: str, **sections: Any) -> tuple[Path, list[str]]:
+    def run(name: str, **sections: Any) -> tuple[Path, list[list[str]]]:
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(teachers_recipe(teachers=teachers, **shared | sections)))
         train_loaded(load_recipe(path), tmp_path / name)
@@ -239,7 +239,7 @@ def test_the_first_step_on_ray_probes_teachers_where_they_are(
         teachers["other"]["placement"] = "own"
         probed, there = run("probed", **on_ray({}))
     assert not nothing
-    assert [row[0] for row in here] == ["small", "other", "far"]
+    assert [row[0] for row in here] == ["far", "other", "small"]
     assert here == there
     assert_same_run(plain, probed, 0.0)
     wakes = [[row["teacher/small/wakes"] for row in metrics_of(run)[1:]] for run in (plain, probed)]
