@@ -3,6 +3,7 @@
 import zlib
 from array import array
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from variants import largest
@@ -27,8 +28,9 @@ from practicum.parts import (
 
 TRIES, LEAST = 3, 2
 """Answers that the gate samples from a teacher to each prompt, and how many of them must be right."""
-rates: dict[tuple[int, ...], int] = {}
-"""Right answers of the teacher of each prompt, by the prompt's tokens."""
+Asked = tuple[str, str, tuple[int, ...]]
+rates_of: WeakKeyDictionary[Any, dict[Asked, int]] = WeakKeyDictionary()
+"""Right answers of each run's teachers, by teacher, task and the prompt's tokens."""
 
 
 @stage(after="advantages", reads=["prompt_ids", "advantages"], writes=["advantages", "teacher_weight"])
@@ -37,25 +39,26 @@ def gate(rank, batch: BatchRef, columns: Columns, step: StepInfo):
 
     The teacher's answers depend on the seed and the prompt's tokens alone, so each prompt is tried once.
     """
+    rates, new = rates_of.setdefault(rank, {}), dict[Asked, Any]()
     ids = [tuple(row.tolist()) for row in columns.ragged("prompt_ids").rows]
-    new: dict[str, dict[tuple[int, ...], Any]] = {}
-    for prompt_ids, key, tags in zip(ids, batch.keys, batch.tags, strict=True):
-        if prompt_ids not in rates:
-            new.setdefault(tags.teacher or "", {})[prompt_ids] = step.prompts[key]
+    tries = [(tags.teacher or "", tags.task, own) for tags, own in zip(batch.tags, ids, strict=True)]
+    for one, key in zip(tries, batch.keys, strict=True):
+        if one not in rates and key in step.prompts:  # padding has none
+            new[one] = step.prompts[key]
     rollout, seed = rank.recipe.rollout, rank.recipe.seed
     sampling = Sampling(rollout.max_new_tokens, rank.stop, temperature=rollout.temperature)
     checker = RewardFunctions(rank.recipe.tasks, rank.recipe.reward)
-    for teacher, prompts in new.items():
-        tries = [(prompt_ids, n) for prompt_ids in prompts for n in range(TRIES)]
-        numbers = {prompt_ids: zlib.crc32(array("q", prompt_ids).tobytes()) for prompt_ids in prompts}
-        asked = [GenerateRequest(i, sampling, Counter(seed, numbers[i], n)) for i, n in tries]
-        for (prompt_ids, _), tokens in zip(tries, rank.teachers.answers_by(teacher, asked), strict=True):
-            text, prompt = rank.tokenizer.decode(tokens, skip_special_tokens=True), prompts[prompt_ids]
+    for teacher in dict.fromkeys(one[0] for one in new):
+        asked = [(one, n) for one in new if one[0] == teacher for n in range(TRIES)]
+        numbers = {one: zlib.crc32(array("q", one[2]).tobytes()) for one, _ in asked}
+        requests = [GenerateRequest(one[2], sampling, Counter(seed, numbers[one], n)) for one, n in asked]
+        for (one, _), tokens in zip(asked, rank.teachers.answers_by(teacher, requests), strict=True):
+            text, prompt = rank.tokenizer.decode(tokens, skip_special_tokens=True), new[one]
             known = (prompt.answer, prompt.row, prompt.task, prompt.domain)
             sample = RewardSample("", text, *known, finish="", key=str(prompt), response_tokens=len(tokens))
-            rates[prompt_ids] = rates.get(prompt_ids, 0) + int(checker.check(sample) >= 1)
+            rates[one] = rates.get(one, 0) + (checker.check(sample) >= 1)
     advantages = columns.ragged("advantages")
-    taught_B = torch.tensor([float(rates[one] >= LEAST) for one in ids])
+    taught_B = torch.tensor([float(rates.get(one, 0) >= LEAST) for one in tries])
     taught_N = taught_B.repeat_interleave(torch.tensor(advantages.lengths))
     written = {"advantages": advantages.values * (1 - taught_N), "teacher_weight": taught_N}
     taught = {"taught": float(taught_B.mean())} if len(taught_B) else {}

@@ -99,6 +99,8 @@ def test_no_common_base_is_refused(base: str, tmp_path: Path) -> None:
     two = save_adapter(other, tmp_path / "two", 2, rank=2)
     with pytest.raises(PracticumError):
         merge_runs([one, two], tmp_path / "merged", base=base)
+    with pytest.raises(PracticumError):  # adapters of one base, on another of the same shape
+        merge_runs([one, one], tmp_path / "merged", base=other)
     with pytest.raises(PracticumError, match="--weight"):
         merge_runs([one, one], tmp_path / "merged", [1.0], base=base)
     assert not (tmp_path / "merged").exists()

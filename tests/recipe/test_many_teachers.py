@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +46,42 @@ def test_every_published_number_follows_from_the_records(report):
     page = (HERE / "README.md").read_text()
     shown = page.partition("<!-- results -->\n")[2].partition("\n<!-- end -->")[0]
     assert shown == report.report(records)
+
+
+def test_the_sentences_about_another_tokenizer_follow_from_the_records():
+    records = [json.loads(line) for line in (HERE / "records.jsonl").read_text().splitlines()]
+    page = " ".join((HERE / "README.md").read_text().split())
+    scores = {
+        (record["row"], record["seed"]): [
+            fmean(p["scores"].values()) for p in record["points"] if p["scores"]
+        ]
+        for record in records
+        if record["set"] == "tokenizer"
+    }
+
+    def ways(row: str) -> list[float]:
+        """By how much each seed ends higher than it began."""
+        return [
+            scores[f"other tokenizer, {row}", seed][-1] - scores[f"other tokenizer, {row}", seed][0]
+            for seed in (1, 2, 3)
+        ]
+
+    one, two, three = ways("top 16 of shared tokens")
+    assert f"end {one:.2f} higher, {-two:.2f} lower and {three:.2f} higher (seeds 1 to 3)" in page
+    one, two, three = ways("mismatches included")
+    assert f"(they end {one:.2f}, {two:.2f} and {three:.2f} higher)" in page
+    later = scores["other tokenizer, top 16 of shared tokens", 1][1:]
+    assert (
+        f"the eight later evaluations of the run over the top 16 (seed 1 alone): {fmean(later):.2f}" in page
+    )
+    ends = {
+        row: [scores[f"other tokenizer, {row}", seed][-1] for seed in (1, 2, 3)]
+        for row in ("top 16 of shared tokens", "mismatches left out", "mismatches included")
+    }
+    *others, included = ends.values()
+    assert all(x > y for other in others for x, y in zip(included, other, strict=True)), (
+        "better with every seed"
+    )
 
 
 def test_a_row_counts_with_what_it_had_when_the_least_budget_was_spent(report):

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from tests.serving.servers import MODEL, served
 from tests.teachers.tiny_teachers import save_adapter, save_teacher, teachers_recipe
+from tests.trainer.test_run import metrics_of, weights_of
 
+from practicum.engines.protocol import Scores
+from practicum.models.adapter_files import SavedAdapter
 from practicum.models.load_model import load_model
+from practicum.models.lora import put_adapters
 from practicum.recipe.load_recipe import load_recipe
-from practicum.roles.probe_teachers import Probe, compare, probe_teachers, warnings_of
+from practicum.recipe.schema.recipe import Model, Recipe
+from practicum.roles.probe_teachers import Probe, compare, compare_most_likely, probe_teachers, warnings_of
 from practicum.trainer.preflight import check_without_models, preflight
+from practicum.trainer.run import train_loaded
+
+TIMED = re.compile(r"^time/|tokens_per_second|/seconds$|^shared/|^teachers/overlap_fraction$")
+"""Metrics that the clock makes."""
 
 
 def test_the_numbers_are_sums_over_the_vocabulary():
@@ -68,12 +79,101 @@ def test_an_adapter_is_compared_without_a_score(tmp_path: Path, monkeypatch: pyt
     assert (found["other"][5] == "–") != (found["same"][5] == "–")
 
 
-def test_teachers_elsewhere_are_not_probed(tmp_path: Path):
+def row_of(recipe: Recipe, name: str) -> list[str]:
+    lines, _ = probe_teachers(recipe, load_model(recipe.model, 0))
+    return next(line.split() for line in lines if line.split()[0] == name)
+
+
+def test_a_served_teacher_shows_what_its_server_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    student, other = (save_teacher(tmp_path / str(seed), seed=seed, scale=9.0) for seed in (1, 2))
+    here = {"same": {"student": {}}, "other": {"model": other}}
+    model, distill = {"path": student}, {"top_k": 3}
+    local = row_of(write(tmp_path, here, model=model, distill=distill).recipe, "other")
+    with served(load_model(Model(path=other, device="cpu"), 0)) as server:
+        there = here | {"other": {"url": server.url, "model": MODEL, "tokenizer": student}}
+        remote = row_of(write(tmp_path, there, model=model, distill=distill).recipe, "other")
+        sampled = write(
+            tmp_path, there, model=model, distill={"signal": "sampled", "divergence": "k1_straight"}
+        )
+        of_20 = row_of(sampled.recipe, "other")
+        monkeypatch.setattr("practicum.roles.probe_teachers.SERVED_K", 64)  # the server has 63
+        of_none = row_of(sampled.recipe, "other")
+    overlap, mass, tail, gap, kl, *scores, signal = remote[1:]
+    assert (overlap, tail, scores) == (local[1], local[3], local[6:8])
+    assert 0 < float(mass.removeprefix("≥")) <= float(local[2])
+    assert gap == "–"
+    assert float(kl.removeprefix("~")) == pytest.approx(float(local[5]), rel=0.5)
+    assert (local[8], signal) == ("full", "sampled")
+    assert of_20[1] != "–"
+    assert of_none[1:5] == ["–"] * 4
+    assert of_none[5:8] == of_20[5:8] == [kl, *scores]
+
+
+def test_a_served_adapter_only_scores(tmp_path: Path):
     student = save_teacher(tmp_path / "student", seed=1)
-    url = {"url": "http://127.0.0.1:9/v1", "model": "x", "tokenizer": student}
-    loaded = write(tmp_path, {"same": url, "other": {"student": {}}}, model={"path": student})
+    save_adapter(tmp_path / "adapter", student, seed=2)
+    saved = SavedAdapter.read(str(tmp_path / "adapter"), "adapter")
+    base = load_model(Model(path=student, device="cpu"), 0)
+    put_adapters(base, {saved.fingerprint: saved}, student)
+    with served(base, adapters={"tuned": saved.fingerprint}) as server:
+        url = {"url": server.url, "model": "tuned", "tokenizer": student}
+        loaded = write(tmp_path, {"same": {"student": {}}, "other": url}, model={"path": student})
+        found = row_of(loaded.recipe, "other")
+    assert found[6] == "–"
+    assert float(found[5].removeprefix("~")) > 0
+
+
+def test_the_numbers_of_a_server_are_bounds_and_an_estimate():
+    torch.manual_seed(1)
+    student, teacher = (torch.randn(1, 9).double().log_softmax(-1) for _ in range(2))
+    best, ids = teacher.topk(3)
+    probes = [
+        compare_most_likely(
+            student, Scores(teacher[:, token], ids, best, 0), torch.tensor([token]), (0.5, 0.25)
+        )
+        for token in range(9)
+    ]
+    kl = sum(float(p) * probe.kl for p, probe in zip(student[0].exp(), probes, strict=True))
+    whole, found = compare(student, teacher, 3, (0.5, 0.25)), probes[0]
+    assert kl == pytest.approx(whole.kl, abs=1e-9), "its expectation is the KL"
+    assert (found.overlap, found.tail) == pytest.approx((whole.overlap, whole.tail))
+    both = set(ids[0].tolist()) & set(student[0].topk(3).indices.tolist())
+    assert found.mass == pytest.approx(sum(float(teacher[0, token].exp()) for token in both))
+    assert found.mass <= whole.mass <= found.mass + found.tail
+
+
+def test_the_first_step_of_a_run_shows_served_teachers_and_changes_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    student, other = (save_teacher(tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    with served(load_model(Model(path=other, device="cpu"), 0)) as server:
+        url = {"url": server.url, "model": MODEL, "tokenizer": student}
+        loaded = write(tmp_path, {"same": {"student": {}}, "other": url}, model={"path": student})
+        found = [line for line in preflight(loaded).findings if line.split()[0] in ("same", "other")]
+        train_loaded(loaded, tmp_path / "plain")
+        monkeypatch.setattr("practicum.trainer.run.PROBED_STEPS", 1)
+        train_loaded(loaded, tmp_path / "probed")
+    log = (tmp_path / "probed" / "log.txt").read_text()
+    assert len(found) == 2
+    assert all(line in log for line in found)
+    assert found[0] not in (tmp_path / "plain" / "log.txt").read_text()
+    one, other = weights_of(tmp_path / "plain"), weights_of(tmp_path / "probed")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    plain, probed = (
+        [{key: x for key, x in row.items() if not TIMED.search(key)} for row in metrics_of(tmp_path / run)]
+        for run in ("plain", "probed")
+    )
+    assert plain == probed
+
+
+def test_all_teachers_of_a_mixture_are_probed(tmp_path: Path):
+    student, other = (save_teacher(tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    teachers = {"a": {"model": other, "mixture": {"a": 0.5, "b": 0.5}}, "b": {"model": student}}
+    route = {"by": "task", "map": {"copy": "a", "compare": "a"}}
+    distill = {"signal": "sampled", "divergence": "k1_straight"}
+    loaded = write(tmp_path, teachers, model={"path": student}, route=route, distill=distill)
     lines, _ = probe_teachers(loaded.recipe, load_model(loaded.recipe.model, 0))
-    assert [line.split()[0] for line in lines] == ["teacher", "other"]
+    assert [line.split()[0] for line in lines] == ["teacher", "a", "b"]
 
 
 def test_worse_and_distant_teachers_are_warned_about():

@@ -34,7 +34,7 @@ def served(
     adapters: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
     """A server of a model under the name `tiny`, on a free port; its URL ends in /v1."""
-    engine = TorchEngine(model, slots=1, context=2)
+    engine = TorchEngine(model, slots=1, context=context)
     vocab = model.config.get_text_config().vocab_size
     scorer = RequestScorer(engine, MODEL, context=context, vocab=vocab, adapters=adapters)
     app = scoring_app(scorer, dict.fromkeys(scorer.models, "here"), MAX_BODY, api_key)

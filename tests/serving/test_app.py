@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from practicum.engines.protocol import Counter, GenerateRequest, Sampling, ScoreOptions, ScoreRequest, Scores
-from practicum.errors import RecipeError, TeacherError
+from practicum.errors import EngineError, RecipeError, TeacherError
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.teachers.remote_teacher import RemoteScorer, probe_teacher
 from tests.engines.engines import engine_of, tiny
@@ -125,6 +125,31 @@ def test_the_one_token_is_what_the_model_would_say(model: PreTrainedModel, serve
         assert said["usage"]["total_tokens"] == len(ids) + 1
 
 
+def test_a_teacher_behind_a_url_answers_greedily_up_to_a_stop_token(model: PreTrainedModel, server: Served):
+    def answers(stop: set[int], *, remote: bool, most: int = 6) -> tuple[list[int], str]:
+        async def run() -> tuple[list[int], str]:
+            teacher = RemoteScorer("chat", Teacher(url=server.url, model=MODEL))
+            try:
+                with engine_of(model) as engine:
+                    sampling = Sampling(most, frozenset(stop), greedy=True)
+                    request = GenerateRequest(IDS, sampling, Counter(0, 0))
+                    found = await (teacher if remote else engine).generate(request)
+            finally:
+                await teacher.aclose()
+            return found.tokens.tolist(), found.finish
+
+        return asyncio.run(run())
+
+    whole = answers(set(), remote=True)
+    assert whole == answers(set(), remote=False)
+    assert whole[1] == "length"
+    stop = {whole[0][2]}
+    assert answers(stop, remote=True) == answers(stop, remote=False)
+    assert answers(stop, remote=True)[1] == "stop"
+    with pytest.raises(EngineError, match="status 400"):
+        answers(set(), remote=True, most=126)
+
+
 def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreTrainedModel):
     calls: list[int] = []
     layer: Any = model.get_submodule("model.layers.0")
@@ -155,7 +180,8 @@ def test_rows_that_come_while_the_engine_is_busy_are_scored_together(model: PreT
         ({"prompt": []}, 400, "prompt: "),
         ({"prompt": "text"}, 400, "prompt: "),
         ({"prompt": [5] * 128}, 400, "128 tokens and max_tokens 1 are more than the context of 128"),
-        ({"max_tokens": 2}, 400, "max_tokens: "),
+        ({"max_tokens": -1}, 400, "max_tokens: "),
+        ({"max_tokens": 125}, 400, "4 tokens and max_tokens 125 are more than the context of 128"),
         ({"temperature": None}, 400, "temperature must be 0"),
         ({"temperature": 0.7}, 400, "temperature: "),
         ({"stream": True}, 400, "stream: "),

@@ -286,3 +286,12 @@ def test_word_pieces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]"))
     assert caught.value.path == "distill.signal"
+
+
+def test_the_end_after_a_cut_character_is_not_compared() -> None:
+    both, end = shared("small bytes", "bos"), trained("small bytes").eos_token_id
+    cut = token_bytes(trained("small bytes")).index("é".encode()[:1])
+    whole = both.align([*ids_of("small bytes", "cat"), end])
+    found = both.align([*ids_of("small bytes", "cat"), cut, end])
+    assert len(whole.pairs) > len(found.pairs)
+    assert whole.ids == [*found.ids, trained("bos").eos_token_id]

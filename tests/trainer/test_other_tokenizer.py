@@ -91,7 +91,12 @@ def test_a_server_with_another_tokenizer_is_compared_at_the_same_sampled_tokens(
     train_loaded(write(tmp_path, teachers={"far": {"model": foreign}}, **sections), tmp_path / "here")
     with served(load_model(Model(path=foreign, device="cpu"), 0)) as server:
         teachers = {"far": {"url": server.url, "model": MODEL, "tokenizer": foreign}}
-        train_loaded(write(tmp_path, teachers=teachers, **sections), tmp_path / "there")
+        loaded = write(tmp_path, teachers=teachers, **sections)
+        cells = next(line.split() for line in preflight(loaded).findings if line.split()[0] == "far")
+        train_loaded(loaded, tmp_path / "there")
+    assert cells[1:5] == ["–"] * 4, "a server knows nothing of the student's tokens"
+    assert cells[5].startswith("~")
+    assert cells[8] == "shared"
     one, other = weights_of(tmp_path / "here"), weights_of(tmp_path / "there")
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-6)

@@ -16,11 +16,14 @@ import yaml
 from safetensors.torch import load_file
 
 from practicum.dataplane.ray_store.ray_store import RayStore
+from practicum.models.load_model import load_model
 from practicum.observe.records.compare_runs import compare_runs
 from practicum.observe.records.read_record import Record
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
+from practicum.recipe.schema.recipe import Model
 from practicum.trainer.run import train_loaded
 from tests.cluster import local_ray
+from tests.serving.servers import MODEL, served
 from tests.teachers.tiny_reward_models import save_classifier
 from tests.teachers.tiny_teachers import save_adapter, save_teacher, teachers_recipe
 
@@ -210,6 +213,37 @@ def test_teachers_streamed_on_ray_teach_as_colocated_ones_here_also_when_resumed
     train_loaded(recipe, tmp_path / "ray", resume=True)
     assert_same_run(tmp_path / "local", tmp_path / "ray", 1e-6)
     assert all(0 <= row["teachers/overlap_fraction"] <= 1 for row in metrics_of(tmp_path / "ray")[1:])
+
+
+def test_the_first_step_on_ray_probes_teachers_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Colocated with the ranks, in an actor and behind a URL: the local table, and no other number."""
+    student, *others = (save_teacher(tmp_path / str(seed), seed=seed, scale=9.0) for seed in (1, 2, 3))
+    route = {"by": "task", "map": {"copy": {"small": 0.5, "far": 0.5}, "compare": "other"}}
+    teachers: dict[str, Any] = {"small": {"model": others[0]}, "other": {"model": others[1]}}
+    shared = {"model": {"path": student}, "train": STEPS, "route": route, "distill": {}}
+
+    def run(name: str, **sections: Any) -> tuple[Path, list[list[str]]]:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(teachers_recipe(teachers=teachers, **shared | sections)))
+        train_loaded(load_recipe(path), tmp_path / name)
+        said = (line.split() for line in (tmp_path / name / "log.txt").read_text().splitlines())
+        return tmp_path / name, [line[2:] for line in said if line[2] in ("small", "other", "far")]
+
+    with served(load_model(Model(path=others[0], device="cpu"), 0)) as server:
+        teachers["far"] = {"url": server.url, "model": MODEL, "tokenizer": student}
+        plain, nothing = run("plain", **on_ray({}))
+        monkeypatch.setattr("practicum.trainer.run.PROBED_STEPS", 1)
+        _, here = run("local")
+        teachers["other"]["placement"] = "own"
+        probed, there = run("probed", **on_ray({}))
+    assert not nothing
+    assert [row[0] for row in here] == ["far", "other", "small"]
+    assert here == there
+    assert_same_run(plain, probed, 0.0)
+    wakes = [[row["teacher/small/wakes"] for row in metrics_of(run)[1:]] for run in (plain, probed)]
+    assert wakes[0] == wakes[1]
 
 
 OF_THE_USER = """

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import zlib
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +18,18 @@ from transformers import AutoModelForCausalLM
 
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.dataplane.stages import OwnStage
+from practicum.engines.protocol import Counter, GenerateRequest, Sampling
+from practicum.engines.torch.torch_engine import TorchEngine
+from practicum.models.load_model import load_model, stop_ids
+from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.load_recipe import load_recipe
+from practicum.recipe.schema.recipe import Model
 from practicum.recipe.shipped import shipped_recipes
 from practicum.recipe.user_functions import import_object
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.trainer.run import train_loaded
+from tests.engines.engines import engine_of
 from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 from .test_run import metrics_of
@@ -33,6 +44,10 @@ def make(draws: Draws, settings: Settings) -> Example:
 
 EASY = Procedural("easy", "Anything is right.", {}, make, lambda text, answer, row: 1.0)
 HARD = Procedural("hard", "Nothing is right.", {}, make, lambda text, answer, row: 0.0)
+SOME = Procedural("some", "Half of it is right.", {}, make, lambda text, answer, row: float(is_even(text)))
+
+def is_even(text: str) -> bool:
+    return sum(map(ord, text)) % 2 == 0
 
 def letters(sample) -> float:
     return float(len(sample.response_text))
@@ -59,7 +74,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...], 
 
     monkeypatch.setattr(RolloutRole, "clear", keep)
     path = folder / "recipe.yaml"
-    train = {"steps": 1, "prompts": 6, "lr": 1e-3}
+    train = {"steps": 1, "prompts": sections.pop("prompts", 6), "lr": 1e-3}
     path.write_text(yaml.safe_dump(teachers_recipe(train=train, **sections)))
     train_loaded(load_recipe(path), folder / "run")
     return found
@@ -106,9 +121,11 @@ def test_consensus_is_the_sign_that_no_teacher_opposes(tmp_path: Path, monkeypat
 
 def test_the_gate_distils_what_the_teacher_solves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "kinds.py").write_text(KINDS)
+    folder = save_teacher(tmp_path / "one", seed=1)
     sections: dict[str, Any] = {
-        "tasks": {name: {"kind": f"kinds:{name.upper()}"} for name in ("easy", "hard")},
-        "teachers": {"one": {"model": save_teacher(tmp_path / "one", seed=1)}},
+        "tasks": {name: {"kind": f"kinds:{name.upper()}"} for name in ("easy", "hard", "some")},
+        "teachers": {"one": {"model": folder}},
+        "prompts": 24,
         "distill": {},
         "reward": {"functions": [{"use": "kinds:letters"}]},
         "algorithm": {"advantage": "dr_grpo"},
@@ -123,15 +140,40 @@ def test_the_gate_distils_what_the_teacher_solves(tmp_path: Path, monkeypatch: p
     rewards: dict[int, list[float]] = {}
     for key, tags, _ in rows:
         rewards.setdefault(key.prompt, []).append(tags.reward)
-    assert {tags.task for _, tags, _ in rows} == {"easy", "hard"}
+    assert {tags.task for _, tags, _ in rows} == {"easy", "hard", "some"}
+    right = even_answers(folder, sorted({tuple(row["prompt_ids"].tolist()) for *_, row in rows}))
+    found: set[int] = set()
     for key, tags, row in rows:
-        group, solved = rewards[key.prompt], tags.task == "easy"
+        count = right[tuple(row["prompt_ids"].tolist())]
+        found |= {count} if tags.task == "some" else set()
+        group, solved = rewards[key.prompt], tags.task == "easy" or (tags.task == "some" and count >= 2)
         centred = tags.reward - sum(group) / len(group)
         assert row["teacher_weight"].tolist() == [float(solved)] * len(row["response_ids"])
         expected = 0.0 if solved else centred
         assert row["advantages"].tolist() == pytest.approx([expected] * len(row["response_ids"]), abs=1e-5)
-    easy = sum(tags.task == "easy" for _, tags, _ in rows) / len(rows)
-    assert metrics_of(tmp_path / "run")[-1]["gate/taught"] == pytest.approx(easy)
+    taught = sum(bool(row["teacher_weight"].any()) for *_, row in rows) / len(rows)
+    assert metrics_of(tmp_path / "run")[-1]["gate/taught"] == pytest.approx(taught)
+    assert found >= {1, 2}, "one right answer is too few, two are enough"
+
+
+def even_answers(folder: str, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Return how many of a teacher's three answers to each prompt `SOME` finds right."""
+    model, tokenizer = load_model(Model(path=folder, device="cpu"), 0), make_tokenizer()
+    sampling = Sampling(6, stop_ids(model.generation_config, tokenizer))
+
+    async def right(engine: TorchEngine, ids: tuple[int, ...]) -> int:
+        number, count = zlib.crc32(array("q", ids).tobytes()), 0
+        for session in range(3):
+            request = GenerateRequest(list(ids), sampling, Counter(3, number, session))
+            tokens = (await engine.generate(request)).tokens.tolist()
+            count += sum(map(ord, str(tokenizer.decode(tokens, skip_special_tokens=True)))) % 2 == 0
+        return count
+
+    async def all_of(engine: TorchEngine) -> list[int]:
+        return [await right(engine, ids) for ids in prompts]
+
+    with engine_of(model) as engine:
+        return dict(zip(prompts, asyncio.run(all_of(engine)), strict=True))
 
 
 def test_a_teacher_that_a_stage_asks_writes_its_argmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -187,6 +229,19 @@ def test_a_fifth_of_the_tokens_has_weight(tmp_path: Path, monkeypatch: pytest.Mo
     assert {weight for _, weight in pairs} == {0.0, 1.0}
     assert sum(weight for _, weight in pairs) == pytest.approx(count, abs=1)
     assert all(weight == 1.0 for _, weight in pairs[: count - 1])
+
+
+def test_tool_output_is_learnt_and_special_tokens_are_not():
+    stage = import_object(f"{SORT}/variants:tool_output", "here")
+    assert isinstance(stage, OwnStage)
+    tokenizer = make_tokenizer()
+    letters, end = tokenizer.encode("abc", add_special_tokens=False), tokenizer.eos_token_id
+    ids, mask = [[*letters, end], [letters[0], end]], [[True, False, True, False], [False, True]]
+    columns = {"response_ids": ids, "response_mask": mask}
+    given = {name: Ragged.from_rows([torch.tensor(row) for row in rows]) for name, rows in columns.items()}
+    found = stage.run(SimpleNamespace(tokenizer=tokenizer), None, Columns("test", given), None)
+    weights = [row.tolist() for row in found["token_weight"].rows]
+    assert weights == [pytest.approx([1.0, 0.1, 1.0, 0.0]), pytest.approx([0.1, 0.0])]
 
 
 def test_mismatched_chunks_share_their_difference_evenly_and_all_agree_on_average():

@@ -37,6 +37,7 @@ from practicum.models.attention import OutputHead
 from practicum.models.vision import images_of
 from practicum.observe.records.recorder import NOT_RECORDED, Recorder
 from practicum.recipe.schema.teacher_sections import Distill, Teacher
+from practicum.roles.probe_teachers import PROBE_S, Questions, Replies, asks_of
 from practicum.roles.run_stage import StepInfo, stage
 from practicum.tasks.prompts import Prompt
 from practicum.teachers.load_teachers import Teachers, top_k
@@ -160,6 +161,11 @@ class TeacherRole:
                 return await gather_all(work(self.loaded.scorers[name]))
 
         return run_async(ask(), timeout=self.stage_s, owner=f"teacher {name}")
+
+    def ask(self, name: str, questions: Questions) -> Replies:
+        """Return a teacher's replies to the probe before the first step."""
+        work = asks_of(self.loaded)[name](questions)
+        return run_async(work, timeout=PROBE_S, owner=f"the probe of teacher {name}")
 
     def refresh(self, step: int) -> None:
         """Load the student's weights into the copies that are updated before step `step`."""

@@ -28,7 +28,6 @@ from practicum.engines.model_cache import ModelCache, make_model_cache
 from practicum.engines.protocol import Engine
 from practicum.engines.table import ENGINES
 from practicum.engines.torch.make_torch import start_lagged_engines
-from practicum.engines.torch.torch_engine import TorchEngine
 from practicum.models.load_model import context_length, load_model
 from practicum.models.lora import copy_on_base
 from practicum.observe.records.record_files import RecordPlace
@@ -37,7 +36,7 @@ from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.learner_rank import LearnerRank, set_threads
-from practicum.roles.probe_teachers import compare_teachers
+from practicum.roles.probe_teachers import asks_of, compare_teachers
 from practicum.roles.reward import RewardRole
 from practicum.roles.rollout import Finished, RolloutRole, SessionRow, SessionRunner
 from practicum.roles.run_stage import StepInfo
@@ -252,10 +251,10 @@ class LocalRoles:
         return RolloutRole(plan, store, workers, *others, deadline_s=deadline_s)
 
     def compare_teachers(self) -> tuple[list[str], list[str]]:
-        teachers, engine = self.frozen.teachers, self.engine
-        if teachers is None or not isinstance(engine, TorchEngine):
+        if (teachers := self.frozen.teachers) is None:
             return [], []
-        found = compare_teachers(self.recipe, self.rank.student.learner.model, engine, teachers)
+        model = self.rank.student.learner.model
+        found = compare_teachers(self.recipe, model, self.engine, asks_of(teachers))
         self.teachers_spent()  # not the scoring of a step
         return found
 

@@ -55,7 +55,7 @@ class Roles(Protocol):
         ...
 
     def compare_teachers(self) -> tuple[list[str], list[str]]:
-        """Return a table of the teachers in this process beside the student, and warnings."""
+        """Return a table of the teachers beside the student, and warnings. No metric counts this work."""
         ...
 
     def refresh_copies(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """The scoring server, over any engine: the subset of vLLM's /v1/completions that scores prompts.
 
-Text prompts, streams and responses of more than one token are not supported. Unknown keys are ignored, as
-in vLLM.
+Responses are greedy token ids. Text prompts and streams are not supported. Unknown keys are ignored, as in
+vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from practicum.engines.protocol import Engine, ScoreOptions, ScoreRequest, Scores
+from practicum.engines.protocol import (
+    Counter,
+    Engine,
+    GenerateRequest,
+    Sampling,
+    ScoreOptions,
+    ScoreRequest,
+    Scores,
+)
 from practicum.processes.http_server import Refusal, json_response, make_app, read_body, sent_key
 from practicum.teachers.prompt_logprobs import KEY, pack
 from practicum.user_code import shorten
@@ -45,7 +53,8 @@ class PackedRequest(BaseModel):
 class Completion(BaseModel):
     model: str | None = None
     prompt: Annotated[list[TokenId], FailFast()] = Field(min_length=1)
-    max_tokens: int = Field(default=16, ge=0, le=1, validate_default=True)
+    max_tokens: Count = 16
+    stop_token_ids: list[TokenId] = []
     prompt_logprobs: Count | None = None
     temperature: float | None = Field(default=None, ge=0, le=0, allow_inf_nan=False)
     """Unset is 1 in OpenAI's API, so None is refused if a token is generated."""
@@ -80,10 +89,10 @@ class RequestScorer:
             texts = (": ".join(filter(None, [".".join(map(str, p["loc"])), p["msg"]])) for p in problems)
             raise Refusal(400, "; ".join(texts)) from None
         self._check(request)
-        scores = await self._score(request)
+        scores, new_ids = await self._score(request), await self._generate(request)
         try:  # in a thread: serialising a long response takes seconds
             return await asyncio.to_thread(
-                lambda: json.dumps(self._response(request, scores), allow_nan=False)
+                lambda: json.dumps(self._response(request, scores, new_ids), allow_nan=False)
             )
         except ValueError:
             raise Refusal(500, "the model's logprobs are not finite: check its weights") from None
@@ -99,7 +108,9 @@ class RequestScorer:
             asked = f"a prompt of {len(ids)} tokens and max_tokens {request.max_tokens}"
             raise Refusal(400, f"{asked} are more than the context of {self.context}")
         if request.max_tokens and request.temperature is None:
-            raise Refusal(400, "temperature must be 0: only the most likely token is generated")
+            raise Refusal(400, "temperature must be 0: only the most likely tokens are generated")
+        if request.max_tokens > 1 and self.models[request.model or self.name] is not None:
+            raise Refusal(400, "max_tokens must be 0 or 1: adapters only score")
         k, outputs, positions, most = request.prompt_logprobs or 0, self.vocab, len(ids), MOST_ENTRIES
         if packed is not None:
             k, outputs = packed.top_k, min(packed.vocab or self.vocab, self.vocab)
@@ -111,23 +122,33 @@ class RequestScorer:
         if k * positions > most:
             raise Refusal(400, f"{k} logprobs at {positions} positions exceed the limit of {most} in total")
 
+    async def _generate(self, request: Completion) -> list[int]:
+        """Return more than one token. A single one is found by scoring."""
+        if request.max_tokens <= 1:
+            return []
+        ends = getattr(getattr(self.engine.model, "generation_config", None), "eos_token_id", None)
+        stop = {*request.stop_token_ids, *(ends if isinstance(ends, list) else [ends])} - {None}
+        sampling = Sampling(request.max_tokens, frozenset(stop), greedy=True)
+        generation = await self.engine.generate(GenerateRequest(request.prompt, sampling, Counter(0, 0)))
+        return generation.tokens.tolist()
+
     async def _score(self, request: Completion) -> Scores | None:
         wanted, ids, k = request.packed_scores, request.prompt, request.prompt_logprobs
         adapter = self.models[request.model or self.name]
         if wanted is not None:
             row = ScoreRequest(ids, wanted.start, adapter=adapter)
             return await self.engine.score(row, ScoreOptions(wanted.top_k, vocab=wanted.vocab))
-        if k is None and not request.max_tokens:
+        if k is None and request.max_tokens != 1:
             return None
         # The generated token is the most likely one after the prompt, found by scoring one more position with
         # any token.
-        scored = [*ids, ids[-1]] if request.max_tokens else ids
+        scored = [*ids, ids[-1]] if request.max_tokens == 1 else ids
         row = ScoreRequest(scored, len(ids) if k is None else 1, adapter=adapter)
-        return await self.engine.score(row, ScoreOptions(max(k or 0, request.max_tokens)))
+        return await self.engine.score(row, ScoreOptions(max(k or 0, int(request.max_tokens == 1))))
 
-    def _response(self, request: Completion, scores: Scores | None) -> Any:
+    def _response(self, request: Completion, scores: Scores | None, new_ids: list[int]) -> Any:
         """Return packed scores if requested, else vLLM's format with a hint that these exist."""
-        ids, k, new_ids = request.prompt, request.prompt_logprobs, []
+        ids, k = request.prompt, request.prompt_logprobs
         response: dict[str, Any] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -139,14 +160,14 @@ class RequestScorer:
             assert scores is not None
             response[KEY] = pack(scores)
         else:
-            if scores is not None and request.max_tokens:
+            if scores is not None and request.max_tokens == 1:
                 assert scores.topk_ids is not None
                 new_ids = [int(scores.topk_ids[-1, 0])]
             choice = {
                 "index": 0,
                 "text": "",
                 "logprobs": None,
-                "finish_reason": "length",
+                "finish_reason": "length" if len(new_ids) == request.max_tokens else "stop",
                 "prompt_logprobs": None if scores is None or k is None else prompt_logprobs(scores, ids, k),
                 "prompt_token_ids": ids if request.return_token_ids else None,
                 "token_ids": new_ids if request.return_token_ids else None,

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from practicum.engines.protocol import LOGPROBS_ONLY, ScoreOptions, Scorer, ScoreRequest, Scores
-from practicum.errors import RecipeError, TeacherError
+import torch
+
+from practicum.engines.protocol import (
+    LOGPROBS_ONLY,
+    GenerateRequest,
+    Generation,
+    ScoreOptions,
+    Scorer,
+    ScoreRequest,
+    Scores,
+)
+from practicum.errors import EngineError, RecipeError, TeacherError
 from practicum.models.fingerprint import fingerprint_ids
 from practicum.processes.http_client import Client, Unusable
 from practicum.recipe.schema.teacher_sections import Teacher
@@ -50,6 +60,21 @@ class RemoteScorer(Client, Scorer):
             return read_scores(answer, request.ids, request.start, options.top_k)
         except Unusable as error:
             raise TeacherError(self.problem(request.name, str(error))) from error
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Return the server's greedy response, without logprobs. Raise EngineError if it can't sample one."""
+        sampling, about = request.sampling, f"a response to prompt {request.counter.prompt}"
+        body = {"model": self.model, "prompt": list(request.prompt_ids), "temperature": 0}
+        body |= {"max_tokens": sampling.max_new_tokens, "stop_token_ids": sorted(sampling.stop)}
+        body |= {"add_special_tokens": False, "return_token_ids": True}
+        try:
+            choice = (await self.ask("POST", "/completions", body, about))["choices"][0]
+            tokens = torch.tensor(choice["token_ids"], dtype=torch.int64)
+        except (TeacherError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineError(self.problem(about, f"no token ids of a response: {error}")) from error
+        none = torch.full((len(tokens),), torch.nan)
+        finish = "stop" if choice.get("finish_reason") == "stop" else "length"
+        return Generation(tokens, none, none, finish, 0, 0)
 
     async def ask_scores(self, row: ScoreRequest, top_k: int, vocab: int | None = None) -> Any:
         """Return the server's answer about a row as it came: packed if the server has offered that before."""

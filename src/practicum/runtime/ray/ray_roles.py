@@ -22,15 +22,16 @@ from practicum.errors import PracticumError
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.learner_rank import Transcript
+from practicum.roles.probe_teachers import PROBE_S
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe, WeightLock
 from practicum.roles.teachers import takes_new_weights
-from practicum.runtime.ray.actor_calls import ask, first_death
+from practicum.runtime.ray.actor_calls import WorkerDied, ask, first_death
 from practicum.runtime.ray.cluster import Cluster
-from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
+from practicum.runtime.ray.ray_rollout import AskWorker, RayWorkers, ReplicaPools, output_head
 from practicum.runtime.ray.rollout_worker import RolloutWorker
 from practicum.runtime.ray.weight_transport import Manifest
 from practicum.runtime.ray.workers import RankReply, RayLearnerRank, TeacherWorker
@@ -183,7 +184,20 @@ class RayRoles:
         return rollouts
 
     def compare_teachers(self) -> tuple[list[str], list[str]]:
-        return [], []
+        """See `Roles`. A rollout replica compares, and asks teachers where they are."""
+        if "teachers" not in self.plan:
+            return [], []
+        actors = dict.fromkeys(self._colocated, self.group.workers[0])
+        actors |= {name: replicas[0] for name, p in self.pools.teachers.items() if (replicas := p.replicas())}
+        asks = {name: AskWorker(name, actors[name]) for name in self.recipe.teachers if name in actors}
+        pool, timeout = self.pools.rollout, PROBE_S * len(asks)
+        work = pool.run(pool.calling(timeout, RolloutWorker.compare_teachers, asks), load=1)
+        try:
+            found = run_async(work, timeout=timeout + 5, owner="the probe of teachers")
+        except WorkerDied as died:  # its pool restarts it
+            return [], [f"the teachers are not compared with the student: {died}"]
+        self.teachers_spent()  # not the scoring of a step
+        return found
 
     def describe(self) -> list[str]:
         timeout = self.recipe.runtime.stage_s

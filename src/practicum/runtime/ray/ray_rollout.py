@@ -20,6 +20,7 @@ from practicum.dataplane.store import Store
 from practicum.errors import DeadlineError
 from practicum.recipe.schema.rollout_sections import Rollout
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.roles.probe_teachers import PROBE_S, Questions, Replies
 from practicum.roles.rollout import Finished
 from practicum.runtime.ray.actor_calls import ask_async, each_report, located
 from practicum.runtime.ray.replica_pool import ReplicaPool
@@ -214,6 +215,18 @@ class RayWorkers:
                 names = ", ".join(located(call, calls[call]) for call in silent)
                 raise DeadlineError(f"{late}: {names} gave no sign of life for {_BLOCKED_S:g} s") from None
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class AskWorker:
+    """Asks a teacher in an actor, from another actor. See `probe_teachers.Ask`."""
+
+    name: str
+    actor: Any
+
+    async def __call__(self, questions: Questions) -> Replies:
+        call, who = self.actor.ask.remote(self.name, questions), f"teacher {self.name}"
+        return await ask_async(call, timeout=PROBE_S, owner="the probe", who=who)
 
 
 async def output_head(teacher: ReplicaPool, timeout: float) -> Any:

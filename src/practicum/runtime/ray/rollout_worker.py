@@ -18,6 +18,7 @@ from practicum.models.load_model import context_length, load_model, load_tokeniz
 from practicum.models.lora import copy_on_base, merged_weights
 from practicum.models.offloaded_weights import named_tensors, take_weights
 from practicum.rewards.score_functions import RewardFunctions
+from practicum.roles.probe_teachers import Ask, compare_teachers
 from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import describe_engines, make_engines
@@ -122,6 +123,12 @@ class RolloutWorker(Worker):
             running = [_begin(sessions.demonstrate(prompt)) for prompt in prompts]
             rows = [row for rows in await asyncio.gather(*running) for row in rows]
             return await asyncio.to_thread(sessions.put, partition, rows, "demonstrate")
+
+    async def compare_teachers(self, asks: Mapping[str, Ask]) -> tuple[list[str], list[str]]:
+        engine = self.engines[0]
+        if engine.model is None:
+            return [], []
+        return await asyncio.to_thread(compare_teachers, self.recipe, engine.model, engine, asks)
 
     async def load(self, engine: int, manifest: Manifest) -> None:
         """Load the weights of a version into an engine, and discard results of older ones."""

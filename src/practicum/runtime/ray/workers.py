@@ -37,6 +37,7 @@ from practicum.rewards.local_judges import load_judge
 from practicum.rewards.reward_scorer import RewardScorer, judge_room, load_reward_models, sleeping_models
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.learner_rank import LearnerRank, set_threads
+from practicum.roles.probe_teachers import Questions, Replies
 from practicum.roles.reward import RewardRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import evaluation_plan
@@ -200,6 +201,10 @@ class TrainWorker(Worker):
         self.watch.fired.clear()
         return RankReply(value, sentences, fired)
 
+    def ask(self, name: str, questions: Questions) -> Replies:
+        assert self.roles.teachers is not None
+        return self.roles.teachers.ask(name, questions)
+
     def leave(self) -> None:
         """Disconnect from the other ranks, so that all end well."""
         if self.parallel is not None:
@@ -240,6 +245,9 @@ class TeacherWorker(Worker):
         step = StepInfo(batch, batch.tags[0].step, prompts=prompts)
         run_async(self.role.score(step), timeout=timeout, owner=owner)
         return self.scorer.busy_s
+
+    def ask(self, name: str, questions: Questions) -> Replies:
+        return self.role.ask(name, questions)
 
     def describe(self) -> list[str]:
         return [line for part in self.scorer.scorers for line in part.describe()]
