@@ -28,7 +28,7 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe, WeightLock
 from practicum.roles.teachers import takes_new_weights
-from practicum.runtime.ray.actor_calls import ask, first_death
+from practicum.runtime.ray.actor_calls import ask, first_death, pack_value
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools, output_head
 from practicum.runtime.ray.rollout_worker import RolloutWorker
@@ -42,7 +42,7 @@ END_S = 5.0
 """Seconds that workers may take to end by themselves."""
 IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
-SHARED_BYTES = 2 * 2**10
+SHARED_BYTES = 2**10
 """Arguments of stages from this size on are one object, which a host gets once for all ranks and stages."""
 NEWS_S = 5.0
 """Seconds to wait for Ray to report which rank died."""
@@ -216,7 +216,7 @@ class RayRoles:
         call = self.group.all if self.plan[stage].ranks == "all" else self.group.first
         if self._sent is None or self._sent[0] is not step:
             # Otherwise Ray would pickle it for each rank and stage, and send it to a host as often.
-            packed = ray.cloudpickle.dumps(step)  # pyright: ignore[reportAttributeAccessIssue]
+            packed = pack_value(step)
             self._sent = step, packed if len(packed) < SHARED_BYTES else ray.put(packed)
         report = call(RayLearnerRank.run, stage, self._sent[1])
         if isinstance(report, UpdateReport):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from practicum.concurrency.event_loop import event_loop
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.wire import Rows
 from practicum.engines.kind import Weights
 from practicum.engines.table import ENGINES
 from practicum.errors import EngineError
@@ -21,6 +22,7 @@ from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import describe_engines, make_engines
+from practicum.runtime.ray.actor_calls import pack_value, unpack_value
 from practicum.runtime.ray.weight_transport import Manifest, receive
 from practicum.runtime.ray.workers import Worker
 from practicum.sessions.attempts import Attempt
@@ -43,6 +45,23 @@ class RolloutRequest(NamedTuple):
     version: int
     eager: bool
     """True if sessions are reported as they finish, because they are scored immediately."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle prompts and sampling settings once, and the attempts as rows with their numbers."""
+        prompts = {id(a.prompt): a.prompt for a in self.attempts}
+        samplings = {id(a.sampling): a.sampling for a in self.attempts}
+        number = {name: i for shared in (prompts, samplings) for i, name in enumerate(shared)}
+        rows = [
+            (number[id(a.prompt)], a.session, number[id(a.sampling)], a.is_baseline) for a in self.attempts
+        ]
+        shared = pack_value((list(prompts.values()), list(samplings.values())))
+        return _request, (self._replace(attempts=())[:], Rows(rows), shared)
+
+
+def _request(values: tuple[Any, ...], rows: Rows, packed: bytes) -> RolloutRequest:
+    prompts, samplings = unpack_value(packed)
+    attempts = [Attempt(prompts[p], session, samplings[s], greedy) for p, session, s, greedy in rows]
+    return RolloutRequest(*values)._replace(attempts=attempts)
 
 
 class RolloutWorker(Worker):
