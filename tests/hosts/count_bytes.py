@@ -45,10 +45,10 @@ SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
 """Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher (32 logprobs a token)."""
-ROUNDS, MBITS = 2, (1000, 100)
+ROUNDS, MBITS = 5, (1000, 100)
 PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
 """Steps after the first: Mbit/s of each link, and if the controller forwards."""
-BY_ROLE, IDLE_S, LATE_S = "one worker per host", 6.0, 280.0
+BY_ROLE, IDLE_S, LATE_S = "one worker per host", 10.0, 280.0
 
 
 def save_student(folder: Path) -> None:
@@ -131,6 +131,7 @@ def measure(hosts: RayHosts, folder: Path, size: str) -> list[dict[str, Any]]:
             "seconds": median(step["time/step"] for step in these),
             "stages": {k[5:]: median(s[k] for s in these) for k in these[0] if k.startswith("time/")},
             "idle_bytes_per_s": idle / IDLE_S,
+            "steps": len(these),
             "controller_added_mib": median(step["added_mib"] for step in these),
         }
         for (mbits, forward), these in ((setting, steps[setting]) for setting in dict.fromkeys(PLAN))
