@@ -40,6 +40,7 @@ from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
 from practicum.runtime.ray.actor_calls import pack_value
+from practicum.runtime.ray.ray_roles import RARE_COLLECTION
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools
 from practicum.runtime.ray.replica_pool import ReplicaPool
 from practicum.tasks.stream import make_stream
@@ -189,6 +190,7 @@ def measure(rows: int, streamed: bool) -> dict[str, Any]:
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # noqa: E731
     before, steps = peak(), []
     gc.callbacks.append(note_garbage)
+    gc.set_threshold(*RARE_COLLECTION)
     for number in range(1, 4 if rows <= STREAMED else 3 if rows <= TWICE else 2):
         spent.clear()
         began = time.process_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -44,6 +45,9 @@ IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
 SHARED_BYTES = 2**10
 """Arguments of stages from this size on are one object, which a host gets once for all ranks and stages."""
+RARE_COLLECTION = 10_000, 10, 50
+"""Thresholds of the garbage collector. Keys and tags have no cycles, and with Python's thresholds a third of
+the controller's time goes into looking for some."""
 NEWS_S = 5.0
 """Seconds to wait for Ray to report which rank died."""
 
@@ -156,7 +160,8 @@ class RayRoles:
         self._busy_before: dict[str, float] = {}
         self._sent: tuple[StepInfo, Any] | None = None
         """The last argument of a stage, and the same for the ranks, pickled."""
-        self._reported = (0, 0)
+        self._reported, self._thresholds = (0, 0), gc.get_threshold()
+        gc.set_threshold(*RARE_COLLECTION)
         for engine in engines:
             self._probe(engine, self._fingerprint)
         if self.lag:
@@ -327,6 +332,7 @@ class RayRoles:
         return {name: now - then for name, then, now in counts if now > then}
 
     def close(self) -> None:
+        gc.set_threshold(*self._thresholds)
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             stack.callback(self.handle.close)
