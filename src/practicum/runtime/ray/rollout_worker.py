@@ -101,7 +101,8 @@ class RolloutWorker(Worker):
             self._load(engine, manifest)
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
-        """Run sessions. Yield the rows of those that are finished and written, at the latest in the end."""
+        """Run sessions. Yield the rows of those that are finished and written, at the latest in the end.
+        Sessions that end together are reported together, because each report costs calls."""
         version = self.engines[request.engine].version
         if version != request.version:
             raise EngineError(
@@ -116,9 +117,11 @@ class RolloutWorker(Worker):
         pieces = [[a] for a in request.attempts] if request.eager else [list(request.attempts)]
         with self.recorder.span("rollout", request.attempts[0].prompt.step, rows=len(request.attempts)):
             running = [_begin(self._piece(sessions, piece, starts, request)) for piece in pieces]
+            pending = set(running)
             try:
-                for done in asyncio.as_completed(running):
-                    yield await done
+                while pending:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    yield BatchRef.concat([future.result() for future in running if future in done])
             finally:
                 for future in running:
                     future.cancel()
