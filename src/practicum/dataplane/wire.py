@@ -6,6 +6,8 @@ import pickle
 import zlib
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 _SMALL = 400
@@ -53,7 +55,7 @@ def unpack_columns(packed: bytes) -> list[Sequence[Any]]:
 def _packed(column: Sequence[Any]) -> Any:
     """Return an array, (value,), (values, number of each row's value), a dict of columns, or a list."""
     first = column[0]
-    if len(set(map(id, column))) == 1:
+    if all(map(is_, column, repeat(first))):  # the usual case, and the fastest test
         return (first,)
     kinds = set(map(type, column))
     if kinds == {int}:
