@@ -45,7 +45,7 @@ IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
 SHARED_BYTES = 2**10
 """Arguments of stages from this size on are one object, which a host gets once for all ranks and stages."""
-RARE_COLLECTION = 10_000, 10, 50
+RARE_COLLECTION = 10_000, 10, 200
 """Thresholds of the garbage collector. Keys and tags have no cycles, and with Python's thresholds a third of
 the controller's time goes into looking for some."""
 NEWS_S = 5.0
