@@ -90,7 +90,8 @@ def bytes_table() -> str:
 def step_seconds_table() -> str:
     """Seconds of a step, and of its control."""
     seconds: dict[str, list[str]] = {}
-    for ours, control in (pair for megabits in (1000, 100) for pair in _pairs(megabits)):
+    timed = [pair for megabits in (1000, 100) for pair in _pairs(megabits) if pair[0]["timed"]]
+    for ours, control in timed:
         ratio = control["seconds"] / ours["seconds"]
         cells = seconds.setdefault(ours["what"], [])
         cells += [f"{ours['seconds']:.2f}", f"{control['seconds']:.2f}", f"{ratio:.2f}"]
