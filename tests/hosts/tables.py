@@ -102,23 +102,15 @@ def step_seconds_table() -> str:
 def roles_table() -> str:
     """Bytes that each of three hosts receives and sends in a step, at 1 Gbit/s."""
     steps = [ours for ours, _ in _pairs() if len(ours["roles"]) == 3]
-    names = {host: _name(roles) for host, roles in steps[0]["roles"].items()}
-    head = ["step", *(f"{name}: kB {way}" for name in names.values() for way in ("in", "out"))]
-    return _table(
-        head,
-        [
-            [step["what"], *(f"{n / 1e3:,.0f}" for host in names for n in step["received_and_sent"][host])]
-            for step in steps
-        ],
-    )
-
-
-def one_each_table() -> str:
-    """Bytes of a step whose workers have a host each, at 1 Gbit/s."""
-    step = next(ours for ours, _ in _pairs() if len(ours["roles"]) > 3)
-    both = step["received_and_sent"]
-    rows = [[_name(step["roles"][host]), *(f"{n / 1e3:,.0f}" for n in both[host])] for host in both]
-    return _table(["host of", "kB in", "kB out"], rows)
+    kilobytes: dict[str, dict[str, str]] = {}
+    for step in steps:
+        for host, both in step["received_and_sent"].items():
+            for way, count in zip(("received", "sent"), both, strict=True):
+                row = kilobytes.setdefault(f"{_name(step['roles'][host])}: {way}", {})
+                row[step["what"]] = f"{count / 1e3:,.0f}"
+    head = [step["what"] for step in steps]
+    rows = [[name, *(row.get(what, "") for what in head)] for name, row in kilobytes.items()]
+    return _table(["kB of the host of", *head], rows)
 
 
 def _name(roles: Sequence[str]) -> str:
