@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from practicum.dataplane.batch import BatchRef, compact, expand
+from practicum.dataplane.batch import BatchRef
 from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.wire import Rows
 from practicum.errors import StoreError
 
 from .rows import make_batch
@@ -48,10 +51,29 @@ def test_a_batch_survives_pickling():
     assert all(type(key) is Key for key in again.keys)
 
 
-_VALUES = st.sampled_from([0, 1, True, False, 0.0, -0.0, 1.0, None, "", "a", "0"])
+_VALUES = st.one_of(
+    st.sampled_from([0, 1, True, False, 0.0, -0.0, 1.0, math.nan, None, "", "a", "0", 2**40, -129, 2**80]),
+    st.fixed_dictionaries({"a": st.sampled_from([0.5, -0.0, 1])}, optional={"b": st.booleans()}),
+)
+_COLUMN = st.lists(_VALUES, min_size=6, max_size=6)
+_EQUAL = st.sampled_from([0, 0.0, "a", {"a": 0.5}]).map(lambda value: [value] * 6)
+_ALIKE = st.sampled_from([int, float, str, bool])
 
 
-@given(rows=st.lists(st.tuples(_VALUES, _VALUES), max_size=6))
-def test_rows_survive_columns_with_their_types_and_signs(rows: list[tuple[object, object]]) -> None:
-    again = expand(pickle.loads(pickle.dumps(compact(rows))), len(rows))
-    assert [list(map(repr, row)) for row in again] == [list(map(repr, row)) for row in rows]
+@given(columns=st.lists(_COLUMN | _EQUAL, min_size=1, max_size=3), kind=st.none() | _ALIKE)
+def test_rows_survive_pickling_with_their_types_and_signs(columns: list[list[Any]], kind: Any) -> None:
+    if kind is not None:
+        columns = [
+            [kind(x) if type(x) in (bool, int, float) and x == x else kind() for x in c] for c in columns
+        ]
+    rows = Rows(zip(*columns, strict=True))
+    again = pickle.loads(pickle.dumps(rows))
+    assert type(again) is Rows
+    assert list(map(repr, again)) == list(map(repr, rows))
+
+
+@pytest.mark.parametrize("rows", [[], [(1,)] * 1000, [(i, float(i % 3), str(i % 2)) for i in range(1000)]])
+def test_many_rows_take_few_bytes(rows: list[tuple[Any, ...]]) -> None:
+    packed = pickle.dumps(Rows(rows))
+    assert pickle.loads(packed) == rows
+    assert len(packed) < 300 + 2 * len(rows)

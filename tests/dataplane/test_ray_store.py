@@ -171,7 +171,7 @@ class Owner:
 
 
 def make_put(batch: BatchRef, spans: dict[str, list[int]], field: str, locator: Any) -> Put:
-    tags = [plain_tags(tags) for tags in batch.tags]
+    tags = plain_tags(batch.tags)
     return Put(batch.partition, plain_keys(batch.keys), tags, spans, (field,), locator)
 
 

@@ -28,16 +28,19 @@ import cloudpickle
 
 from practicum.checks.watch import Watch
 from practicum.concurrency.event_loop import run_async
-from practicum.dataplane.batch import BatchRef, compact, plain_keys, plain_tags
+from practicum.dataplane.batch import BatchRef, plain_keys, plain_tags
 from practicum.dataplane.keys import Key, Tags
 from practicum.dataplane.ray_store.ray_store import RayStore
 from practicum.dataplane.ray_store.store_index import Put, RowLocations, decode_answer
+from practicum.dataplane.wire import Rows
 from practicum.recipe.schema.recipe import Recipe
 from practicum.rewards.score_functions import RewardFunctions
 from practicum.roles.rollout import RolloutRole
 from practicum.roles.run_stage import StepInfo
 from practicum.roles.stage_table import make_plan
 from practicum.roles.student import UpdateReport
+from practicum.runtime.ray.actor_calls import pack_value
+from practicum.runtime.ray.ray_roles import RARE_COLLECTION
 from practicum.runtime.ray.ray_rollout import RayWorkers, ReplicaPools
 from practicum.runtime.ray.replica_pool import ReplicaPool
 from practicum.tasks.stream import make_stream
@@ -81,7 +84,7 @@ class Store(RayStore):
         with simulated("index"):
             result = getattr(self.rows, method)(*pickle.loads(sent))
             if method == "batch":  # as the index does
-                result = len(result[1]), compact(result[1]), compact(result[0]) if args[1] is None else None
+                result = Rows(result[1]), Rows(result[0]) if args[1] is None else None
             answer = pickle.dumps([] if method == "clear" else result, protocol=5), []
         spent["bytes"] += len(sent) + len(answer[0])
         return decode_answer(answer)
@@ -108,9 +111,7 @@ class Actor:
                 tags = [Tags(task=p.task, domain=p.domain, step=p.step, turns=1, **known) for p in prompts]
                 fields = "prompt_ids", "response_ids", "response_mask", "rollout_logprobs"
                 spans = {"prompt": [64] * len(keys), "response": [512] * len(keys)}
-                put = Put(
-                    request.partition, plain_keys(keys), [plain_tags(t) for t in tags], spans, fields, b""
-                )
+                put = Put(request.partition, plain_keys(keys), plain_tags(tags), spans, fields, b"")
                 self._store.rows.commit(put)
                 reply = pickle.dumps(BatchRef(request.partition, keys, tuple(tags)))
             yield self._reply(reply)
@@ -124,7 +125,7 @@ class Actor:
         spent["bytes"] += len(data)
         with simulated("workers"):
             tags = [replace(t, reward=float(k.session % 2)) for k, t in batch]
-            self._store.rows.tag(batch.partition, plain_keys(batch.keys), [plain_tags(t) for t in tags])
+            self._store.rows.tag(batch.partition, plain_keys(batch.keys), plain_tags(tags))
 
 
 class Simulated:
@@ -155,7 +156,7 @@ class Simulated:
         def run(step: StepInfo) -> Any:
             if name != "sync" and step is not self._sent:  # as RayRoles does
                 self._sent = step
-                spent["bytes"] += len(cloudpickle.dumps(step))
+                spent["bytes"] += len(pack_value(step))
             return UpdateReport({}, None, 0) if name == "update_student" else None
 
         return run
@@ -189,6 +190,7 @@ def measure(rows: int, streamed: bool) -> dict[str, Any]:
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # noqa: E731
     before, steps = peak(), []
     gc.callbacks.append(note_garbage)
+    gc.set_threshold(*RARE_COLLECTION)
     for number in range(1, 4 if rows <= STREAMED else 3 if rows <= TWICE else 2):
         spent.clear()
         began = time.process_time()

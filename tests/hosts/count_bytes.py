@@ -3,7 +3,8 @@
 Three hosts: the controller (with Ray's head), two learner ranks, two rollout replicas with the reward worker.
 Batches and responses grow. After these, hosts with one worker each: a rank, a replica, a reward worker and
 an own teacher. Steps as they are alternate with the control of `driver.py`, in which the controller forwards
-columns. FILE has a line for each size, speed and control; sizes that have theirs are not run again.
+columns. FILE has a line for each size, speed and control; sizes that have theirs are not run again. With
+`--beside-others`, other jobs run on the machine, and the seconds are not for the docs.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
 """Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher (32 logprobs a token)."""
-ROUNDS, MBITS = 2, (1000, 100)
+ROUNDS, MBITS = 5, (1000, 100)
 PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
 """Steps after the first: Mbit/s of each link, and if the controller forwards."""
-BY_ROLE, IDLE_S, LATE_S = "one worker per host", 6.0, 280.0
+BY_ROLE, IDLE_S, LATE_S = "one worker per host", 10.0, 280.0
 
 
 def save_student(folder: Path) -> None:
@@ -83,7 +84,7 @@ def recipe(address: str, folder: Path, size: str) -> dict[str, Any]:
     }
 
 
-def measure(hosts: RayHosts, folder: Path, size: str) -> list[dict[str, Any]]:
+def measure(hosts: RayHosts, folder: Path, size: str, timed: bool) -> list[dict[str, Any]]:
     """Run the first step and those of PLAN; return a row for each kind of step."""
     file = folder / "recipe.json"
     file.write_text(json.dumps(recipe(hosts.address, folder, size)))
@@ -131,6 +132,8 @@ def measure(hosts: RayHosts, folder: Path, size: str) -> list[dict[str, Any]]:
             "seconds": median(step["time/step"] for step in these),
             "stages": {k[5:]: median(s[k] for s in these) for k in these[0] if k.startswith("time/")},
             "idle_bytes_per_s": idle / IDLE_S,
+            "steps": len(these),
+            "timed": timed,
             "controller_added_mib": median(step["added_mib"] for step in these),
         }
         for (mbits, forward), these in ((setting, steps[setting]) for setting in dict.fromkeys(PLAN))
@@ -139,7 +142,8 @@ def measure(hosts: RayHosts, folder: Path, size: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     end_cleanly()
-    results, wanted = Path(sys.argv[1]), sys.argv[2:] or [*SIZES]
+    results, timed = Path(sys.argv[1]), "--beside-others" not in sys.argv
+    wanted = [size for size in sys.argv[2:] if size in SIZES] or [*SIZES]
     lines = results.read_text().splitlines() if results.exists() else []
     done = {json.loads(line)["what"] for line in lines}
 
@@ -152,7 +156,7 @@ def main() -> None:
                 continue
             with RayHosts(cpus, [Path(name)]) as hosts:
                 for size in rest:
-                    rows = measure(hosts, Path(name), size)
+                    rows = measure(hosts, Path(name), size, timed)
                     with results.open("a") as file:
                         file.writelines(json.dumps(row) + "\n" for row in rows)
                     print(json.dumps(rows, indent=1), flush=True)

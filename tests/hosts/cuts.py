@@ -36,6 +36,8 @@ SHORT_S, LONG_S, RETURN_S = 5.0, 60.0, 15.0
 SLOW_MBITS = 1.0
 PATIENT = {"deadline_s": 300}
 """The rollout's deadline: Ray needs a minute to notice a lost host, and workers start slowly here."""
+TEACHER_S = 120
+"""The deadline of teachers: the default."""
 TITLES = {
     "learner": "ray::TrainWorker",
     "rollout": "ray::RolloutWorker",
@@ -83,6 +85,8 @@ def _rewards(address: str, models: Path, server: str) -> dict[str, Any]:
 
 def _teachers(address: str, models: Path, server: str) -> dict[str, Any]:
     sections = make_teachers(models, server) | _cluster(address, 1, store="transferqueue")
+    for teacher in sections["teachers"].values():
+        teacher |= {"deadline_s": TEACHER_S}
     return make_recipe(dict(PATIENT), reward={"weight": 0.0}, eval={"rows": 0}, **sections)
 
 

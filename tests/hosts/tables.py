@@ -62,13 +62,13 @@ def _carried(row: dict[str, Any]) -> tuple[float, float]:
     return controller, (workers - controller) / 2
 
 
-def _pairs() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each kind of step as it is, and with a controller that forwards columns."""
+def _pairs(megabits: int = 1000) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each kind of step as it is, and with a controller that forwards columns, at this speed."""
     found = {(row["what"], row["megabits"], row["forward"]): row for row in _read("host_bytes.jsonl")}
     return [
-        (row, found[what, megabits, True])
-        for (what, megabits, forward), row in found.items()
-        if not forward and row["roles"].keys() == {"controller", "learner", "rollout"}
+        (row, found[what, mbits, True])
+        for (what, mbits, forward), row in found.items()
+        if not forward and mbits == megabits
     ]
 
 
@@ -76,21 +76,22 @@ def bytes_table() -> str:
     """Bytes of the controller's host in a step, and of its control, at 1 Gbit/s."""
     rows = []
     for ours, control in _pairs():
-        if ours["megabits"] == 1000:
-            (mine, between), (theirs, _) = _carried(ours), _carried(control)
-            cells = f"{ours['tokens']:,.0f}", f"{between / 1e3:,.0f}", f"{mine / 1e3:,.0f}"
-            added = [f"{row['controller_added_mib']:,.1f}" for row in (ours, control)]
-            share = f"{mine / between:.1%}"
-            rows.append([ours["what"], *cells, share, f"{theirs / 1e3:,.0f}", *added])
+        (mine, between), (theirs, _) = _carried(ours), _carried(control)
+        idle = ours["idle_bytes_per_s"] * ours["seconds"]
+        cells = [f"{ours['tokens']:,.0f}", *(f"{count / 1e3:,.0f}" for count in (between, mine))]
+        shares = f"{mine / between:.2%}", f"{idle / 1e3:,.0f}", f"{(mine - idle) / between:.2%}"
+        added = [f"{row['controller_added_mib']:,.1f}" for row in (ours, control)]
+        rows.append([ours["what"], *cells, *shares, f"{theirs / 1e3:,.0f}", *added])
     head = ["step", "sampled tokens", "kB between workers", "kB of the controller", "share"]
-    head += ["kB of the control", "MiB added", "by the control"]
+    head += ["idle kB in the same time", "share without", "kB of the control", "MiB added", "by the control"]
     return _table(head, rows)
 
 
 def step_seconds_table() -> str:
     """Seconds of a step, and of its control."""
     seconds: dict[str, list[str]] = {}
-    for ours, control in _pairs():
+    timed = [pair for megabits in (1000, 100) for pair in _pairs(megabits) if pair[0]["timed"]]
+    for ours, control in timed:
         ratio = control["seconds"] / ours["seconds"]
         cells = seconds.setdefault(ours["what"], [])
         cells += [f"{ours['seconds']:.2f}", f"{control['seconds']:.2f}", f"{ratio:.2f}"]
@@ -99,17 +100,21 @@ def step_seconds_table() -> str:
 
 
 def roles_table() -> str:
-    """Bytes that each host receives and sends in a step, at 1 Gbit/s."""
-    steps = [ours for ours, _ in _pairs() if ours["megabits"] == 1000]
-    cells: dict[str, list[str]] = {}
+    """Bytes that each of three hosts receives and sends in a step, at 1 Gbit/s."""
+    steps = [ours for ours, _ in _pairs() if len(ours["roles"]) == 3]
+    kilobytes: dict[str, dict[str, str]] = {}
     for step in steps:
-        for host, (received, sent) in step["received_and_sent"].items():
-            name = " and ".join(_HOSTS.get(role, f"store's {role}") for role in step["roles"][host])
-            pair = f"{received / 1e3:,.0f} in, {sent / 1e3:,.0f} out"
-            cells.setdefault(name or "controller", []).append(pair)
-    return _table(
-        ["kB of the host of", *(step["what"] for step in steps)], [[k, *v] for k, v in cells.items()]
-    )
+        for host, both in step["received_and_sent"].items():
+            for way, count in zip(("received", "sent"), both, strict=True):
+                row = kilobytes.setdefault(f"{_name(step['roles'][host])}: {way}", {})
+                row[step["what"]] = f"{count / 1e3:,.0f}"
+    head = [step["what"] for step in steps]
+    rows = [[name, *(row.get(what, "") for what in head)] for name, row in kilobytes.items()]
+    return _table(["kB of the host of", *head], rows)
+
+
+def _name(roles: Sequence[str]) -> str:
+    return " and ".join(_HOSTS.get(role, f"store's {role}") for role in roles) or "controller"
 
 
 def weights_table() -> str:

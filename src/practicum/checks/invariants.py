@@ -205,7 +205,7 @@ def drawn(
     for prompt in prompts:
         if prompt not in sampled:
             return f"prompt {prompt} was drawn for the step and has no sessions"
-        if prompt not in learnt | excused:
+        if prompt not in learnt and prompt not in excused:
             return (
                 f"prompt {prompt} was drawn for the step, none of its sessions failed, but the step does not "
                 "train on it"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
 from practicum.dataplane.keys import Key, Tags
+from practicum.dataplane.wire import Rows, pack_columns, unpack_columns
 from practicum.errors import StoreError
 
-plain_tags = attrgetter(*(field.name for field in fields(Tags)))
-"""The values of a Tags in the order of its fields: plain tuples pickle several times faster."""
+_plain_tags = attrgetter(*(field.name for field in fields(Tags)))
+"""The values of a Tags in the order of its fields."""
 _KEY_FIELDS = len(Key._fields)
 
 
@@ -32,8 +33,7 @@ class BatchRef:
             raise StoreError(f"{twice} is in the batch more than once")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rows = [(*key, *plain_tags(tags)) for key, tags in self]
-        return _rebuilt, (self.partition, len(rows), compact(rows))
+        return _rebuilt, (self.partition, pack_columns([(*key, *_plain_tags(tags)) for key, tags in self]))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -71,33 +71,20 @@ class BatchRef:
         return BatchRef(partitions.pop(), keys, tuple(tag for batch in batches for tag in batch.tags))
 
 
-def plain_keys(keys: Sequence[Key]) -> list[tuple[int, ...]]:
+def plain_keys(keys: Sequence[Key]) -> Rows:
     """Return keys as plain tuples, for other processes."""
-    return [tuple(key) for key in keys]
+    return Rows(map(tuple, keys))
 
 
-def compact(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return the columns of rows for another process: a value that all rows share is sent once."""
-    return [_shared(column) for column in zip(*rows, strict=True)]
+def plain_tags(tags: Iterable[Tags]) -> Rows:
+    """Return tags as plain tuples, for other processes."""
+    return Rows(map(_plain_tags, tags))
 
 
-def expand(columns: Sequence[list[Any]], rows: int) -> list[tuple[Any, ...]]:
-    """Return the rows that `compact` made columns of."""
-    return list(zip(*[column * rows if len(column) == 1 else column for column in columns], strict=True))
-
-
-def _shared(column: tuple[Any, ...]) -> list[Any]:
-    first = column[0]
-    same = len(set(map(id, column))) == 1
-    if not same and type(first) in (str, int):  # not floats, because 0.0 == -0.0
-        same = set(map(type, column)) == {type(first)} and column.count(first) == len(column)
-    return [first] if same else list(column)
-
-
-def _rebuilt(partition: str, rows: int, columns: list[list[Any]]) -> BatchRef:
-    values = expand(columns, rows)
-    keys, tags = ((row[:_KEY_FIELDS] for row in values), (row[_KEY_FIELDS:] for row in values))
-    return BatchRef(partition, tuple(map(Key._make, keys)), tuple(Tags(*row) for row in tags))
+def _rebuilt(partition: str, packed: bytes) -> BatchRef:
+    columns = unpack_columns(packed)
+    keys = map(Key._make, zip(*columns[:_KEY_FIELDS], strict=True))
+    return BatchRef(partition, tuple(keys), tuple(map(Tags, *columns[_KEY_FIELDS:])) if columns else ())
 
 
 @dataclass(frozen=True, slots=True)

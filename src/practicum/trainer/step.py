@@ -133,9 +133,9 @@ class StepRunner:
     def _take_report(self, stage: StageSpec, step: StepInfo, report: Any) -> tuple[StepInfo, Metrics]:
         """Return the step for the next stages, and the stage's metrics."""
         if isinstance(report, BatchRef):
-            batch = BatchRef.concat([step.batch, report])
-            metrics = {"padding/rows": len(report), "padding/share": len(report) / len(batch)}
-            return replace(step, batch=batch), metrics
+            if report:  # otherwise it stays the same object, which workers already have
+                step = replace(step, batch=BatchRef.concat([step.batch, report]))
+            return step, {"padding/rows": len(report), "padding/share": len(report) / len(step.batch)}
         if not isinstance(report, UpdateReport):
             return step, prefixed(stage.metrics or stage.name, report or {})
         metrics = prefixed(stage.metrics, report.metrics)

@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, RayActorError, RayTaskError
 
 from practicum.compat.ray import on_host
-from practicum.dataplane.batch import BatchRef, expand, plain_keys, plain_tags
+from practicum.dataplane.batch import BatchRef, plain_keys, plain_tags
 from practicum.dataplane.columns import check_columns, field_of, gather_cells
 from practicum.dataplane.keys import Key, Tags, name_keys
 from practicum.dataplane.packing import Packed, pack
@@ -79,7 +80,7 @@ class RayStore:
         spans = check_columns(batch, columns)
         if batch.keys:
             locator = self._write(pack(dict(columns))) if columns else None
-            tags = None if keep_tags else [plain_tags(tags) for tags in batch.tags]
+            tags = None if keep_tags else plain_tags(batch.tags)
             self._commit(Put(batch.partition, plain_keys(batch.keys), tags, spans, tuple(columns), locator))
 
     def get(self, batch: BatchRef, fields: Sequence[str]) -> dict[str, Column]:
@@ -93,12 +94,12 @@ class RayStore:
         return {field.name: gather_cells(field, cells[field.name]) for field in specs}
 
     def batch(self, partition: str, keys: Sequence[Key] | None = None) -> BatchRef:
-        rows, tags, held = self._call("batch", partition, None if keys is None else plain_keys(keys))
-        held_keys = keys if keys is not None else map(Key._make, expand(held, rows))
-        return BatchRef(partition, tuple(held_keys), tuple(Tags(*values) for values in expand(tags, rows)))
+        tags, held = self._call("batch", partition, None if keys is None else plain_keys(keys))
+        held_keys = keys if keys is not None else map(Key._make, held)
+        return BatchRef(partition, tuple(held_keys), tuple(starmap(Tags, tags)))
 
     def tag(self, partition: str, tags: Mapping[Key, Tags]) -> None:
-        self._call("tag", partition, plain_keys(tuple(tags)), [plain_tags(new) for new in tags.values()])
+        self._call("tag", partition, plain_keys(tuple(tags)), plain_tags(tags.values()))
 
     def clear(self, partition: str, keys: Sequence[Key] | None = None) -> None:
         self._free(self._call("clear", partition, None if keys is None else plain_keys(keys)))

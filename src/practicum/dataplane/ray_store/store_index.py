@@ -22,8 +22,8 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from practicum.dataplane.batch import compact
 from practicum.dataplane.row_table import PlainKey, RowTable
+from practicum.dataplane.wire import Rows
 from practicum.errors import StoreError
 
 _CONCURRENT_CALLS = 10_000
@@ -134,7 +134,7 @@ class StoreIndex:
             result = getattr(self._rows, method)(*arguments)
             if method == "batch":
                 keys, tags = result
-                result = len(tags), compact(tags), None if arguments[1] is not None else compact(keys)
+                result = Rows(tags), None if arguments[1] is not None else Rows(keys)
         if method in ("commit", "clear") and not self._report_freed:
             result = []
         found: list[Any] = []

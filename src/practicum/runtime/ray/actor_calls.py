@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from ray.exceptions import (
 )
 
 from practicum.compat.ray import called_actor_id, on_host
+from practicum.dataplane.wire import grow, shrink
 from practicum.errors import DeadlineError, PracticumError
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
@@ -35,6 +37,15 @@ class WorkerDied(PracticumError):
     def __init__(self, name: str, reason: str, actor: str = "") -> None:
         self.name, self.reason, self.actor = name, reason, actor
         super().__init__(f"{name} died: {reason}\n  → {_LOGS}")
+
+
+def pack_value(value: Any) -> bytes:
+    """Return a compressed pickle. Functions of the user's script are in it, as in all that Ray pickles."""
+    return shrink(ray.cloudpickle.dumps(value))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unpack_value(packed: bytes) -> Any:
+    return pickle.loads(grow(packed))
 
 
 def ask(refs: Sequence[ObjectRef[Any]], *, timeout: float, owner: str, who: Sequence[str]) -> list[Any]:

@@ -25,14 +25,11 @@ REACH_S = 5.0
 """Seconds in which a machine must accept a connection."""
 HEALTH_S = 60.0
 """Seconds in which Ray's health check must answer; most of them go into starting its command."""
-_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-_HERE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_worker_niceness": "0",
-    "RAY_task_events_report_interval_ms": "0",
-}
-"""For a cluster that is started here: it stays on 127.0.0.1, workers have this process's priority, and Ray
-keeps no list of all calls for a dashboard."""
+_EVENTS = "RAY_task_events_report_interval_ms"
+_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", _EVENTS: "0"}
+"""For every cluster: processes of the run don't report each of their calls to Ray's head, for a dashboard."""
+_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+"""For a cluster that is started here: it stays on 127.0.0.1, and workers have this process's priority."""
 _LIBRARIES = ("bin", "lib", "lib64")
 """Folders of a Python installation, which every machine has itself."""
 _FOLDER = "PRACTICUM_FOLDER"
@@ -95,6 +92,7 @@ def workers_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(user_paths)),
         _FOLDER: os.getcwd(),
+        _EVENTS: os.environ.get(_EVENTS, _ENV[_EVENTS]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -29,7 +30,7 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.student import UpdateReport
 from practicum.roles.sync import SyncProbe, WeightLock
 from practicum.roles.teachers import takes_new_weights
-from practicum.runtime.ray.actor_calls import WorkerDied, ask, first_death
+from practicum.runtime.ray.actor_calls import WorkerDied, ask, first_death, pack_value
 from practicum.runtime.ray.cluster import Cluster
 from practicum.runtime.ray.ray_rollout import AskWorker, RayWorkers, ReplicaPools, output_head
 from practicum.runtime.ray.rollout_worker import RolloutWorker
@@ -43,8 +44,11 @@ END_S = 5.0
 """Seconds that workers may take to end by themselves."""
 IDLE_S = 60.0
 """Seconds in which ranks that are not in the middle of a stage answer."""
-SHARED_BYTES = 2 * 2**10
+SHARED_BYTES = 2**10
 """Arguments of stages from this size on are one object, which a host gets once for all ranks and stages."""
+RARE_COLLECTION = 10_000, 10, 200
+"""Thresholds of the garbage collector. Keys and tags have no cycles, and with Python's thresholds a third of
+the controller's time goes into looking for some."""
 NEWS_S = 5.0
 """Seconds to wait for Ray to report which rank died."""
 
@@ -157,7 +161,8 @@ class RayRoles:
         self._busy_before: dict[str, float] = {}
         self._sent: tuple[StepInfo, Any] | None = None
         """The last argument of a stage, and the same for the ranks, pickled."""
-        self._reported = (0, 0)
+        self._reported, self._thresholds = (0, 0), gc.get_threshold()
+        gc.set_threshold(*RARE_COLLECTION)
         for engine in engines:
             self._probe(engine, self._fingerprint)
         if self.lag:
@@ -230,7 +235,7 @@ class RayRoles:
         call = self.group.all if self.plan[stage].ranks == "all" else self.group.first
         if self._sent is None or self._sent[0] is not step:
             # Otherwise Ray would pickle it for each rank and stage, and send it to a host as often.
-            packed = ray.cloudpickle.dumps(step)  # pyright: ignore[reportAttributeAccessIssue]
+            packed = pack_value(step)
             self._sent = step, packed if len(packed) < SHARED_BYTES else ray.put(packed)
         report = call(RayLearnerRank.run, stage, self._sent[1])
         if isinstance(report, UpdateReport):
@@ -341,6 +346,7 @@ class RayRoles:
         return {name: now - then for name, then, now in counts if now > then}
 
     def close(self) -> None:
+        gc.set_threshold(*self._thresholds)
         with ExitStack() as stack:
             stack.callback(self.cluster.close)
             stack.callback(self.handle.close)

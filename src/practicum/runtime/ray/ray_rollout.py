@@ -25,7 +25,7 @@ from practicum.roles.rollout import Finished
 from practicum.runtime.ray.actor_calls import ask_async, each_report, located
 from practicum.runtime.ray.replica_pool import ReplicaPool
 from practicum.runtime.ray.rollout_worker import RolloutRequest, RolloutWorker
-from practicum.runtime.ray.workers import RewardWorker
+from practicum.runtime.ray.workers import RewardWorker, pack_prompts
 from practicum.sessions.attempts import Attempt
 from practicum.tasks.prompts import Prompt
 
@@ -158,7 +158,7 @@ class RayWorkers:
         pool = self.pools.reward
 
         async def reward(share: BatchRef) -> None:
-            known = {key: prompts[key] for key in share.keys}
+            known = pack_prompts({key: prompts[key] for key in share.keys})
             work = pool.calling(self.reward_s, RewardWorker.reward, self.is_eval, share, known)
             await pool.run(work, load=len(share))
 
@@ -177,7 +177,7 @@ class RayWorkers:
         timeout = self._teachers_s[teacher] + 5
 
         async def work(worker: Any) -> None:
-            call = worker.score.remote(batch, prompts)
+            call = worker.score.remote(batch, pack_prompts(prompts))
             busy_s = await ask_async(call, timeout=timeout, owner="rollout", who=f"teacher {teacher}")
             by_process = self.pools.busy_s.setdefault(teacher, {})
             by_process[str(worker)] = max(busy_s, by_process.get(str(worker), 0.0))  # replies may overtake

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from practicum.concurrency.event_loop import event_loop
 from practicum.concurrency.gather import gather_all
 from practicum.dataplane.batch import BatchRef
+from practicum.dataplane.wire import Rows
 from practicum.engines.kind import Weights
 from practicum.engines.table import ENGINES
 from practicum.errors import EngineError
@@ -22,6 +23,7 @@ from practicum.roles.probe_teachers import Ask, compare_teachers
 from practicum.roles.rollout import SessionRow, SessionRunner
 from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import describe_engines, make_engines
+from practicum.runtime.ray.actor_calls import pack_value, unpack_value
 from practicum.runtime.ray.weight_transport import Manifest, receive
 from practicum.runtime.ray.workers import Worker
 from practicum.sessions.attempts import Attempt
@@ -44,6 +46,23 @@ class RolloutRequest(NamedTuple):
     version: int
     eager: bool
     """True if sessions are reported as they finish, because they are scored immediately."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle prompts and sampling settings once, and the attempts as rows with their numbers."""
+        prompts = {id(a.prompt): a.prompt for a in self.attempts}
+        samplings = {id(a.sampling): a.sampling for a in self.attempts}
+        number = {name: i for shared in (prompts, samplings) for i, name in enumerate(shared)}
+        rows = [
+            (number[id(a.prompt)], a.session, number[id(a.sampling)], a.is_baseline) for a in self.attempts
+        ]
+        shared = pack_value((list(prompts.values()), list(samplings.values())))
+        return _request, (self._replace(attempts=())[:], Rows(rows), shared)
+
+
+def _request(values: tuple[Any, ...], rows: Rows, packed: bytes) -> RolloutRequest:
+    prompts, samplings = unpack_value(packed)
+    attempts = [Attempt(prompts[p], session, samplings[s], greedy) for p, session, s, greedy in rows]
+    return RolloutRequest(*values)._replace(attempts=attempts)
 
 
 class RolloutWorker(Worker):
@@ -83,7 +102,8 @@ class RolloutWorker(Worker):
             self._load(engine, manifest)
 
     async def run(self, request: RolloutRequest) -> AsyncIterator[BatchRef]:
-        """Run sessions. Yield the rows of those that are finished and written, at the latest in the end."""
+        """Run sessions. Yield the rows of those that are finished and written, at the latest in the end.
+        Sessions that end together are reported together, because each report costs calls."""
         version = self.engines[request.engine].version
         if version != request.version:
             raise EngineError(
@@ -98,9 +118,11 @@ class RolloutWorker(Worker):
         pieces = [[a] for a in request.attempts] if request.eager else [list(request.attempts)]
         with self.recorder.span("rollout", request.attempts[0].prompt.step, rows=len(request.attempts)):
             running = [_begin(self._piece(sessions, piece, starts, request)) for piece in pieces]
+            pending = set(running)
             try:
-                for done in asyncio.as_completed(running):
-                    yield await done
+                while pending:
+                    done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    yield BatchRef.concat([future.result() for future in running if future in done])
             finally:
                 for future in running:
                     future.cancel()

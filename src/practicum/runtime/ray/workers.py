@@ -7,7 +7,6 @@ only the words of an error there: `begin` loads the models.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from practicum.roles.stage_table import evaluation_plan
 from practicum.roles.sync import PublishedWeights
 from practicum.roles.teachers import TeacherRole, read_copy
 from practicum.runtime.random_state import seed_generators
-from practicum.runtime.ray.actor_calls import ask_async
+from practicum.runtime.ray.actor_calls import ask_async, pack_value, unpack_value
 from practicum.runtime.ray.hosts import interface_of
 from practicum.runtime.ray.init_ray import enter_folder
 from practicum.runtime.ray.weight_transport import Manifest, publish, receive
@@ -101,12 +100,23 @@ def _set_up(seed: int, threads: int) -> None:
     set_threads(threads)
 
 
+def pack_prompts(prompts: Mapping[Key, Prompt]) -> bytes:
+    """Return the prompts of rows as bytes for a worker that has the rows: each prompt once."""
+    return pack_value({key.prompt: prompt for key, prompt in prompts.items()})
+
+
+def _by_row(batch: BatchRef, packed: bytes) -> dict[Key, Prompt]:
+    """Return the prompt of each row that has one in `packed`."""
+    prompts = unpack_value(packed)
+    return {key: prompts[key.prompt] for key in batch.keys if key.prompt in prompts}
+
+
 class RayLearnerRank(LearnerRank):
     """A rank whose weights go to engines and teachers in other processes."""
 
     def run(self, stage: str, step: bytes) -> Any:
-        """Run a stage with its pickled `StepInfo`."""
-        return self.stages[stage](pickle.loads(step))
+        """Run a stage with its packed `StepInfo`."""
+        return self.stages[stage](unpack_value(step))
 
     def renew_head(self, name: str, head: OutputHead) -> None:
         assert self.teachers is not None
@@ -238,11 +248,12 @@ class TeacherWorker(Worker):
         if manifest is not None:
             self.take(manifest)
 
-    def score(self, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> float:
-        """Score rows and write the scores. Return the seconds of scoring so far."""
+    def score(self, batch: BatchRef, prompts: bytes) -> float:
+        """Score rows with these packed prompts, and write the scores. Return the seconds of scoring so
+        far."""
         timeout = self.recipe.teachers[self.name].deadline_s
         owner = f"teacher {self.name} ({len(batch)} rows)"
-        step = StepInfo(batch, batch.tags[0].step, prompts=prompts)
+        step = StepInfo(batch, batch.tags[0].step, prompts=_by_row(batch, prompts))
         run_async(self.role.score(step), timeout=timeout, owner=owner)
         return self.scorer.busy_s
 
@@ -301,9 +312,9 @@ class RewardWorker(Worker):
 
         self._train, self._eval = make_role(self.plan), make_role(evaluation_plan())
 
-    def reward(self, is_eval: bool, batch: BatchRef, prompts: Mapping[Key, Prompt]) -> None:
+    def reward(self, is_eval: bool, batch: BatchRef, prompts: bytes) -> None:
         role = self._eval if is_eval else self._train
-        work = role.reward(StepInfo(batch, batch.tags[0].step, prompts=prompts))
+        work = role.reward(StepInfo(batch, batch.tags[0].step, prompts=_by_row(batch, prompts)))
         run_async(work, timeout=role.stage_s, owner="reward")
 
 
