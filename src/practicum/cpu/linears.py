@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from practicum.compat.torch import onednn_linear, onednn_pack, write_count
 from practicum.cpu import switch
+from practicum.cpu.row_parts import PartedEmbedding, RowParts, parts_of
 
 for _name, _entries in {"LRU_CACHE_CAPACITY": "384", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}.items():
     # torch and oneDNN both keep what they prepared for each number of rows, 1,024 entries by default. One is
@@ -46,11 +47,14 @@ def is_product(x: Tensor, weight: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute torch's `linear`, by oneDNN where `is_product`."""
-    if not is_product(x, weight):
-        return linear(x, weight, bias)
-    if torch.is_grad_enabled():
-        return _Product.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
-    return _multiply(x, weight, bias)
+    parts = parts_of(x, weight)
+    if parts is not None or (torch.is_grad_enabled() and is_product(x, weight)):
+        return _Product.apply(x, weight, bias, parts)  # pyright: ignore[reportReturnType]
+    return _times(x, weight, bias)
+
+
+def _times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return (_multiply if is_product(x, weight) else linear)(x, weight, bias)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,22 +64,33 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: RowParts | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _multiply(x, weight, bias)
+        ctx.parts, ctx.parameters = parts, (weight, bias)
+        return _times(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad, needed = grads[0].reshape(-1, len(weight)), ctx.needs_input_grad
-        grad_x = _multiply(grad, weight.t(), None).view(x.shape) if needed[0] else None
-        grad_weight = _weight_gradient(grad, x.reshape(-1, x.shape[-1])) if needed[1] else None
-        return grad_x, grad_weight, grad.sum(0) if needed[2] else None
+        grad_N, x_N, needed = (
+            grads[0].reshape(-1, len(weight)),
+            x.reshape(-1, x.shape[-1]),
+            ctx.needs_input_grad,
+        )
+        grad_x = _times(grad_N, weight.t()).view(x.shape) if needed[0] else None
+        if ctx.parts is None:
+            grad_weight = _weight_gradient(grad_N, x_N) if needed[1] else None
+            return grad_x, grad_weight, grad_N.sum(0) if needed[2] else None, None
+        weight, bias = ctx.parameters
+        ctx.parts.add(weight, lambda span: _weight_gradient(grad_N[span], x_N[span]))
+        if needed[2]:
+            ctx.parts.add(bias, lambda span: grad_N[span].sum(0))
+        return grad_x, None, None, None
 
 
 def _weight_gradient(grad_N: Tensor, x_N: Tensor) -> Tensor:
     """Return the sum over rows of the outer products, by oneDNN, which takes half the time of torch's own."""
-    if not len(x_N):
+    if not len(x_N) or grad_N.dtype != torch.float32 or grad_N.shape[1] * x_N.shape[1] < LEAST_NUMBERS:
         return grad_N.t() @ x_N
     if grad_N.shape[1] > x_N.shape[1]:  # oneDNN copies the first: the narrower one
         return _multiply(x_N.t(), grad_N.t(), None).t()
@@ -95,10 +110,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def fuse_linears(model: nn.Module) -> None:
-    """Have the model's linear layers multiply by `product`."""
+    """Have the model's linear layers multiply by `product`, and its embeddings keep parts apart."""
+    kinds = {nn.Linear: OneDnnLinear, nn.Embedding: PartedEmbedding} if switch.ENABLED else {}
     for module in model.modules():
-        if type(module) is nn.Linear and switch.ENABLED:
-            module.__class__ = OneDnnLinear
+        module.__class__ = kinds.get(type(module), module.__class__)
 
 
 class _Packed(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from practicum.cpu import switch
+from practicum.cpu.row_parts import RowParts, parts_of
 
 
 def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -25,29 +26,34 @@ def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, parts: RowParts | None = None) -> Tensor:
         unit, inverse = _unit(x, eps)
         ctx.save_for_backward(unit, weight, inverse)
+        ctx.parts, ctx.parameter = parts, weight
         return unit * weight
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         unit, weight, inverse = ctx.saved_tensors
-        along = grads[0] * unit
-        grad_weight = along.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        along, grad_weight = grads[0] * unit, None
+        if ctx.parts is not None:
+            along_N = along.view(ctx.parts.rows, -1, len(weight))
+            ctx.parts.add(ctx.parameter, lambda span: along_N[span].sum((0, 1)))
+        elif ctx.needs_input_grad[1]:
+            grad_weight = along.flatten(0, -2).sum(0)
         mean = (along @ weight).unsqueeze(-1).mul_(-1.0 / unit.shape[-1])
         grad_x = (grads[0] * weight).addcmul_(unit, mean).mul_(inverse)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     """Replace the module's own forward. It can be pickled by its name."""
-    weight, eps = self.weight, self.variance_epsilon
-    if x.dtype != weight.dtype:  # pyright: ignore[reportAttributeAccessIssue]
+    weight: Any = self.weight
+    if x.dtype != weight.dtype:
         return type(self).forward(self, x)
     if torch.is_grad_enabled():
-        return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
-    return _unit(x, eps)[0] * weight  # pyright: ignore
+        return _RmsNorm.apply(x, weight, self.variance_epsilon, parts_of(x, weight))  # pyright: ignore
+    return _unit(x, self.variance_epsilon)[0] * weight  # pyright: ignore
 
 
 def _fits(module: nn.Module) -> bool:

@@ -83,6 +83,8 @@ class Learner(TrainedModel):
         self.trace: UpdateTrace | None = None
         self.temperature = 1.0 if algorithm.loss == "supervised" else temperature
         self._trained_names = trained_names(model)
+        self._keeps_parts = parallel is None and model.device.type == "cpu"
+        """False once a layer was found that does not keep the gradients of parts apart."""
         self.trunk = PackedModel(model, train, parallel)
         if self._trained_names is not None:
             self.base = base_fingerprint(model, whole)
@@ -99,34 +101,42 @@ class Learner(TrainedModel):
     ) -> Metrics:
         """Make one optimizer step on one mini-batch in training step `step`, and return its metrics.
 
-        With `groups`, which are all that the batch's rows have, these are back-propagated one after the
-        other, and `shares` has what each had of the update.
+        With `groups`, which are all that the batch's rows have, `shares` has what each had of the update.
+        Layers keep the gradients of groups apart, or else these are back-propagated one after the other.
 
         The result does not depend on how rows fall into micro-batches. Without a sampled token nothing is
         done. With a non-finite loss or gradient the weights stay as they are. If `before_step` raises, they
         do so too. It is called when the gradients lie on the parameters.
         """
         trunk, halved = self.trunk, self.trunk.halved
-        job = _Update(batch, self.objective, trunk.dtype, self.parallel)
+        gather = None if self.parallel is None else self.parallel.gather
+        project = self.objective.teaching is not None and self.objective.teaching.project
+        parts = PartGradients(self.stepper.parameters, gather, project=project) if groups else None
+        job = _Update(batch, self.objective, trunk, [groups.index(i) for i in batch.groups or () if groups])
         self.trace = job.trace
         if not job.tokens:
             return {"tokens": 0.0}
-        report, parts = _Report(), None
+        report = _Report()
         for attempt in trunk.attempts():
             with attempt:
                 self.stepper.optimizer.zero_grad(set_to_none=True)
                 load = None if trunk.routes is None else RouterLoad(trunk.routes.experts)
                 report = _Report(idle_tokens=job.idle_tokens, load=load)
-                gather = None if self.parallel is None else self.parallel.gather
-                project = self.objective.teaching is not None and self.objective.teaching.project
-                parts = PartGradients(self.stepper.parameters, gather, project=project) if groups else None
                 if parts is None:
                     self._accumulate(job, job.active, report, job.trace)
+                elif self._keeps_parts:
+                    job.rows.grads = parts.begin(len(groups))
+                    self._accumulate(job, job.active, report, job.trace)
+                    if any(p.grad is not None for p in self.stepper.parameters):
+                        self._keeps_parts = False
+                        return self.update(batch, step=step, before_step=before_step, groups=groups)
                 else:
-                    for group in groups:
-                        rows = [row for row in job.active if (batch.groups or ())[row] == group]
+                    parts.begin()
+                    for number in range(len(groups)):
+                        rows = [row for row in job.active if job.rows.parts[row] == number]
                         self._accumulate(job, rows, report, job.trace)
                         parts.take()
+                if parts is not None:
                     parts.put_sum()
                 with torch.no_grad():
                     for packed in job.microbatches(trunk, job.idle):
@@ -148,7 +158,8 @@ class Learner(TrainedModel):
     ) -> None:
         with self.trunk.training():
             for packed in job.microbatches(self.trunk, rows):
-                self.trunk.backward(self._loss(report, job, packed, trace), packed)
+                with self.trunk.parted(packed):
+                    self.trunk.backward(self._loss(report, job, packed, trace), packed)
 
     def _loss(
         self, report: _Report, job: _Update, packed: Packed, trace: UpdateTrace | None = None
@@ -292,10 +303,11 @@ class _Update:
     """One mini-batch, or this rank's rows of it, with everything known before the first backward pass."""
 
     def __init__(
-        self, batch: UpdateBatch, objective: Objective, dtype: torch.dtype, parallel: Parallel | None
+        self, batch: UpdateBatch, objective: Objective, trunk: PackedModel, parts: Sequence[int]
     ) -> None:
+        dtype, parallel = trunk.dtype, trunk.parallel
         assert (parallel is None) == (batch.whole is None), "a rank's rows come with the whole mini-batch"
-        self.rows = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras)
+        self.rows = RowSpans(batch.prompt_ids, batch.response_ids, batch.extras, parts)
         self.sampled_M = need_column(batch, "response_mask", "every update").bool()
         whole = batch.whole
         self.tokens = int(self.sampled_M.sum()) if whole is None else sum(whole.sampled_tokens)

@@ -91,7 +91,7 @@ class MasterWeights(torch.optim.Optimizer):
         self, groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], options: dict[str, Any]
     ) -> None:
         self._kind, self._options = kind, options
-        super().__init__(groups, {"lr": options["lr"]})
+        super().__init__(groups, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

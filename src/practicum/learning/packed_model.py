@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from practicum.compat.transformers import checkpoint_layers, uses_attention
-from practicum.cpu.batch_invariance import mlp_width
+from practicum.cpu.batch_invariance import LANES, mlp_width, padded_tokens
+from practicum.cpu.row_parts import RowParts, parted
 from practicum.dataplane.ragged import Ragged
 from practicum.devices import is_out_of_memory
 from practicum.errors import DataError, EngineError, PracticumError
@@ -167,6 +168,18 @@ class PackedModel:
         layout = laid_out(self.model, packed.layout, len(packed.ids_N))
         with self._routed(packed), self._last_layer(packed), layout:
             loss.backward()
+
+    def parted(self, packed: Packed) -> AbstractContextManager[None]:
+        """Context manager in which layers keep gradients of the micro-batch's parts apart, if it has any."""
+        if (parts := packed.parts) is None:
+            return nullcontext()
+        width, head = mlp_width(self.model), self.model.get_output_embeddings()
+        of_some = ((self._last_mlp, packed.gather_M.unique(), width), (head, packed.gather_M, LANES))
+        inputs: dict[Tensor, RowParts] = {}
+        for module, token_M, lanes in of_some:
+            rows = parts.take(token_M, padded_tokens(len(token_M), lanes))
+            inputs |= dict.fromkeys(() if module is None else module.parameters(), rows)
+        return parted(parts.take(slice(None), padded_tokens(len(packed.ids_N), width)), inputs)
 
     def _last_layer(self, packed: Packed) -> AbstractContextManager[None]:
         """Context manager in which the last layer's MLP computes only the tokens that predict."""

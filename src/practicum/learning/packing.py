@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from practicum.cpu.row_parts import Grads, RowParts
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.errors import DataError
 from practicum.models.packed_attention import PackedLayout
@@ -82,6 +83,8 @@ class Packed:
     """The places of those prompts' tokens among the input tokens; on the CPU."""
     experts_N: Tensor | None = None
     """Experts to replay for each input token [N, L, E], or None if the routers choose."""
+    parts: RowParts | None = None
+    """The parts that the input tokens belong to, if their gradients are kept apart; on the CPU."""
 
     def to(self, device: torch.device) -> Packed:
         if self.ids_N.device == device:
@@ -92,9 +95,18 @@ class Packed:
 
 
 class RowSpans:
-    """The rows of a batch, ready to be cut into micro-batches."""
+    """The rows of a batch, ready to be cut into micro-batches. Rows of different `parts` share no tokens."""
 
-    def __init__(self, prompt_ids: Ragged, response_ids: Ragged, extras: RowExtras | None = None) -> None:
+    grads: Sequence[Grads] = ()
+    """Where micro-batches are to add the gradients of parts."""
+
+    def __init__(
+        self,
+        prompt_ids: Ragged,
+        response_ids: Ragged,
+        extras: RowExtras | None = None,
+        parts: Sequence[int] = (),
+    ) -> None:
         if len(prompt_ids) != len(response_ids):
             raise DataError(f"{len(prompt_ids)} prompts came with {len(response_ids)} responses")
         if 0 in prompt_ids.lengths:
@@ -103,14 +115,16 @@ class RowSpans:
         self.prompt_lengths, self.lengths = prompt_ids.lengths, response_ids.lengths
         if extras is not None:
             extras.check([p + r for p, r in zip(self.prompt_lengths, self.lengths, strict=True)])
-        self.extras = extras
+        self.extras, self.parts = extras, parts or [0] * len(self.lengths)
         self.starts = np.cumsum([0, *self.lengths])
         pairs = zip(self.prompts, self.responses, strict=True)
         inputs = [torch.cat(pair)[:-1].numpy() for pair in pairs]
-        kinds = fixed = experts = None
+        fixed = experts = None
+        kinds = [part.to_bytes(4, "big") for part in self.parts]
         if extras is not None and extras.images is not None:
-            kinds = [b"" if images is None else images.digest for images in extras.images]
-            fixed = [p if kind else 0 for p, kind in zip(self.prompt_lengths, kinds, strict=True)]
+            shown = [b"" if images is None else images.digest for images in extras.images]
+            fixed = [p if kind else 0 for p, kind in zip(self.prompt_lengths, shown, strict=True)]
+            kinds = [part + kind for part, kind in zip(kinds, shown, strict=True)]
         if extras is not None and extras.routed_experts is not None:
             experts = [x[:-1].numpy() for x in extras.routed_experts.rows]
         self.tokens = TokenRows(inputs, kinds, fixed, experts)
@@ -146,7 +160,7 @@ class RowSpans:
 
     def pack(self, rows: Sequence[int]) -> Packed:
         """Lay out these rows. Each must have a response token."""
-        tree = self.tokens.tree(rows)
+        tree, rows = self.tokens.tree(rows), sorted(rows, key=self.parts.__getitem__)
         spans = zip(tree.starts, (self.tokens.lengths[i] for i in tree.order), strict=True)
         ids = [torch.cat([self.prompts[i], self.responses[i]]) for i in tree.order]
         # A response token is predicted by the one before it.
@@ -161,6 +175,10 @@ class RowSpans:
             column_M=torch.from_numpy(np.concatenate(column)),
             row_tokens=sum(self.tokens.lengths[i] for i in rows),
         )
+        if self.grads:
+            new = [self.tokens.lengths[i] - start for i, start in zip(tree.order, tree.starts, strict=True)]
+            part_N = torch.tensor([self.parts[i] for i in tree.order]).repeat_interleave(torch.tensor(new))
+            packed = replace(packed, parts=RowParts(part_N, self.grads))
         return packed if self.extras is None else self._add_extras(packed, tree, self.extras)
 
     def _add_extras(self, packed: Packed, tree: TokenTree, extras: RowExtras) -> Packed:

@@ -1,8 +1,8 @@
 """Shares of an optimizer step: the gradients of parts of a mini-batch, and their shares of the weight change.
 
-Parts (the rows of a teacher in a domain) are back-propagated one after the other, so each part's gradient g_i
-is exact and costs no second pass. With d the change of the weights in AdamW's step, and v its second moment
-after it:
+Parts are the rows of a teacher in a domain. Layers keep the gradients g_i of parts apart in the update's one
+backward pass (`cpu/row_parts.py`), or parts are back-propagated one after the other. With d the change of the
+weights in AdamW's step, and v its second moment after it:
 
     u_i = -lr g_i / (sqrt(v) + eps)            share_i = <u_i, d> / <d, d>
     clipping = (c - 1) sum_i share_i           c: the factor by which the global norm was clipped
@@ -15,18 +15,21 @@ coordinates are divided by sqrt(v), and a part may have most of the norm in coor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from practicum.cpu.row_parts import Grads
 
 ROUNDS = 5
 """How often a projected step is corrected for the rounding of the weights."""
 TOLERANCE = 1e-6
 """Largest cosine of a part's gradient and a projected step."""
-PIECE = 1 << 15
-"""Numbers of a parameter that are looked at together on a CPU."""
+PIECE, GPU_PIECE = 1 << 16, 1 << 24
+"""Numbers of parameters that are looked at together, in a processor's cache or on a GPU."""
 Gather = Callable[[list[float]], list[list[float]]]
 """Returns these numbers of all ranks."""
 
@@ -44,26 +47,32 @@ class PartShares:
 
 
 class PartGradients:
-    """The gradients of the parts, taken off the parameters one after the other, and put back as their sum."""
+    """The gradients of the parts. They are put on the parameters as their sum."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], gather: Gather | None = None, *, project: bool = False
     ) -> None:
         self._parameters, self._gather, self._project_step = parameters, gather, project
-        self._parts: list[list[Tensor | None]] = []
-        self._before: list[Tensor] = []
+        self._piece = PIECE if all(p.device.type == "cpu" for p in parameters) else GPU_PIECE
+        self._parts: list[Grads] = []
+        self._before: dict[nn.Parameter, Tensor] = {}
+
+    def begin(self, count: int = 0) -> list[Grads]:
+        """Forget all gradients. Return where those of this many parts go; others are taken."""
+        self._parts = [{} for _ in range(count)]
+        return self._parts
 
     def take(self) -> None:
         """Take the gradients off the parameters, as those of the next part."""
-        self._parts.append([p.grad for p in self._parameters])
+        self._parts.append({p: p.grad for p in self._parameters if p.grad is not None})
         for p in self._parameters:
             p.grad = None
 
     @torch.no_grad()
     def put_sum(self) -> None:
         """Put the sum of all parts on the parameters."""
-        for p, *grads in zip(self._parameters, *self._parts, strict=True):
-            present = [grad for grad in grads if grad is not None]
+        for p in self._parameters:
+            present = [grads[p] for grads in self._parts if p in grads]
             if present:
                 p.grad = present[0] + present[1] if len(present) > 1 else present[0].clone()
                 for grad in present[2:]:
@@ -71,22 +80,21 @@ class PartGradients:
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the weights before the optimizer's step."""
-        self._before = [_weights(p, optimizer).clone() for p in self._parameters]
+        self._before = {p: _weights(p, optimizer).clone() for p in self._parameters}
 
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> PartShares:
         """Return the shares after the step. `clip` is the factor of the gradient's clipping. With `project`
         the step is first changed so that no part gets worse by it."""
-        count = len(self._parts)
+        count = change = len(self._parts)
         removed = self._project(optimizer) if self._project_step else [0.0] * count
         products = self._products(optimizer)
-        gram, change = [row[:count] for row in products[:count]], count
-        size = products[change][change]
-        if len(products) == count + 1 or size == 0:
+        gram, size = [row[:count] for row in products[:count]], products[change][change]
+        if len(products[change]) == count + 1 or size == 0:
             return PartShares(gram, [], {})
-        decay, scaled = change + 1, change + 2
+        scaled, decay = change + 1, change + 2
         shares = [-lr * products[i][scaled] / size for i in range(count)]
-        rest = {"clipping": (clip - 1) * sum(shares), "decay": -lr * products[decay][change] / size}
+        rest = {"clipping": (clip - 1) * sum(shares), "decay": -lr * products[change][decay] / size}
         if self._project_step:
             rest["projection"] = -sum(x * products[i][change] for i, x in enumerate(removed)) / size
         return PartShares(gram, shares, {"momentum": 1 - sum(shares) - sum(rest.values()), **rest})
@@ -107,54 +115,69 @@ class PartGradients:
             # A little beyond the constraint, so that rounding does not lead back over it.
             beyond = [rise + TOLERANCE / 2 * norm for rise, norm in zip(rises, norms, strict=True)]
             multipliers = nonnegative_solution(gram, beyond)
-            for p, *grads in zip(self._parameters, *self._parts, strict=True):
+            for p in self._parameters:
                 weights = _weights(p, optimizer)
-                for x, grad in zip(multipliers, grads, strict=True):
-                    if x and grad is not None:
-                        weights.sub_(grad.to(weights.dtype), alpha=x)
+                for x, grads in zip(multipliers, self._parts, strict=True):
+                    if x and p in grads:
+                        weights.sub_(grads[p].to(weights.dtype), alpha=x)
                 if weights is not p:
                     p.detach().copy_(weights)
             removed = [a + b for a, b in zip(removed, multipliers, strict=True)]
         return removed
 
     def _products(self, optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list[list[float]]:
-        """Return the dot products of all pairs of these, over all parameters and ranks.
+        """Return dot products over all parameters and ranks, of the parts' gradients and the weights' change.
 
-        The parts' gradients and the weights' change d; with `moments`, if the optimizer has them, also the
-        decayed weights and d / (sqrt(v) + eps). Without, products are in float64.
-
-        Everything is read once, in pieces that stay in the processor's cache.
+        With each other, and with `moments`, if the optimizer has them, also with d / (sqrt(v) + eps) and the
+        decayed weights. Without, products are in float64.
         """
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         moments = moments and all(_has_moment(optimizer, p) for p in self._parameters)
         count = len(self._parts)
         size = count + 3 if moments else count + 1
-        total, buffer = torch.zeros(size, size, dtype=torch.float64), torch.empty(0)
-        for p, before, *grads in zip(self._parameters, self._before, *self._parts, strict=True):
-            state, group = optimizer.state.get(p, {}), groups[p]
-            old, new = _flat(before), _flat(_weights(p, optimizer))
-            parts = [None if grad is None else _flat(grad) for grad in grads]
-            dtype = torch.promote_types(old.dtype, torch.float32) if moments else torch.float64
-            piece = PIECE if old.device.type == "cpu" else max(1, len(old))
-            if buffer.dtype != dtype or buffer.shape[-1] < min(piece, len(old)):
-                buffer = torch.empty(size, min(piece, len(old)), dtype=dtype, device=old.device)
-            for start in range(0, len(old), piece):
-                here = slice(start, min(start + piece, len(old)))
-                rows = buffer[:, : here.stop - start]
-                for row, x in zip(rows, parts, strict=False):
-                    row.zero_() if x is None else row.copy_(x[here])
-                change = torch.sub(rows[count].copy_(new[here]), old[here].to(dtype), out=rows[count])
-                if moments:
-                    corrected = 1 - group["betas"][1] ** float(state["step"])
-                    scaled = torch.sqrt(_flat(state["exp_avg_sq"])[here].to(dtype), out=rows[count + 2])
-                    scaled.mul_(corrected**-0.5).add_(group["eps"])
-                    torch.div(change, scaled, out=scaled)
-                    torch.mul(old[here].to(dtype), group["weight_decay"], out=rows[count + 1])
-                total = total.to(rows.device) + (rows @ rows.T).double()
+        total = torch.zeros(count + 1, size, dtype=torch.float64)
+        for group, parameters in self._runs(optimizer):
+            for rows in self._rows(group, parameters, optimizer, moments):
+                total = total.to(rows.device) + (rows[: count + 1] @ rows[:size].T).double()
         if self._gather is not None:
-            gathered = torch.tensor(self._gather(total.flatten().tolist()), dtype=torch.float64).sum(0)
-            total = gathered.reshape(total.shape)
+            ranks = self._gather(total.flatten().tolist())
+            total = torch.tensor(ranks, dtype=torch.float64).sum(0).view_as(total)
         return total.tolist()
+
+    def _runs(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """Yield the parameters of each group, a few small ones together, and the group's settings."""
+        for group in optimizer.param_groups:
+            run: list[nn.Parameter] = []
+            for p in group["params"]:
+                if run and sum(q.numel() for q in run) + p.numel() > self._piece:
+                    yield group, run
+                    run = []
+                run.append(p)
+            yield group, run
+
+    def _rows(
+        self, group: dict[str, Any], run: list[nn.Parameter], optimizer: torch.optim.Optimizer, moments: bool
+    ) -> Iterator[Tensor]:
+        """Yield rows of some numbers of these parameters: the parts' gradients, the weights' change d, and
+        with `moments` d / (sqrt(v) + eps) and the decayed weights."""
+        states, old = [optimizer.state.get(p, {}) for p in run], [self._before[p] for p in run]
+        found = [[part[p] if p in part else torch.zeros_like(p) for p in run] for part in self._parts]
+        found.append([_weights(p, optimizer) for p in run])
+        found.append([state["exp_avg_sq"] for state in states] if moments else old)
+        columns = [[_flat(x) for x in column] for column in (*found, old)]
+        dtype = torch.promote_types(old[0].dtype, torch.float32) if moments else torch.float64
+        for start in range(0, length := sum(x.numel() for x in columns[-1]), self._piece):
+            end = min(start + self._piece, length)
+            rows = columns[-1][0].new_empty(len(columns), end - start, dtype=dtype)
+            for row, column in zip(rows, columns, strict=True):
+                torch.cat([x[start:end] for x in column], out=row)
+            change, scaled, before = rows[-3:]
+            change -= before
+            if moments:
+                corrected = 1 - group["betas"][1] ** float(states[0]["step"])  # all take every step
+                scaled.sqrt_().mul_(corrected**-0.5).add_(group["eps"])
+                torch.div(change, scaled, out=scaled)
+                before *= group["weight_decay"]
+            yield rows
 
 
 def nonnegative_solution(gram: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
