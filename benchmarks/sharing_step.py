@@ -23,7 +23,7 @@ from benchmarks.model import CACHE, DIGITS, random_folder
 from benchmarks.stepping import Steps, make_recipe
 from practicum.engines.torch.prompt_cache import CachedSequence
 from practicum.engines.torch.running_batch import RunningBatch
-from practicum.learning.packing import RowExtras, RowSpans
+from practicum.learning.packing import RowSpans
 from practicum.models.token_tree import TokenRows
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Recipe
@@ -84,8 +84,8 @@ def share_prompts_only() -> None:
         self.last_B.copy_(self._tokens[self._out_B, self.made_B - 1])
         return copies
 
-    def spans(self: RowSpans, prompt_ids: Any, response_ids: Any, extras: RowExtras | None = None) -> None:
-        lay_out(self, prompt_ids, response_ids, extras)
+    def spans(self: RowSpans, *args: Any, **options: Any) -> None:
+        lay_out(self, *args, **options)
         inputs = [torch.cat(pair)[:-1].numpy() for pair in zip(self.prompts, self.responses, strict=True)]
         kinds = [prompt.numpy().tobytes() for prompt in self.prompts]
         self.tokens = PromptRows(inputs, kinds, self.prompt_lengths)
