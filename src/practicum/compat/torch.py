@@ -5,6 +5,8 @@ An operator is None where torch or the processor lacks it. Callers compute by pu
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +23,22 @@ cpu_flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 cpu_flash_backward: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
 )
+
+_library = (
+    ctypes.CDLL(torch._C.__file__) if sys.platform == "linux" else None
+)  # finds what torch is linked to
+_pause_openmp: Any = getattr(_library, "omp_pause_resource_all", None)
+_SOFT = 1
+
+
+def release_threads() -> None:
+    """End the threads that wait to help the calling thread's operators. Its next operator makes new ones.
+
+    Each thread that calls operators gets its own helpers. If they and their callers outnumber the cores, OpenMP
+    has helpers sleep between operators, and waking them takes longer than most operators.
+    """
+    if _pause_openmp is not None:
+        _pause_openmp(_SOFT)
 
 
 def write_count(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from practicum.compat.torch import release_threads
 from practicum.errors import EngineError, PracticumError
 
 TURN_S = 30.0
@@ -201,6 +202,7 @@ class EngineThread:
             finally:
                 self._began = None
                 if not self._work_left:
+                    release_threads()
                     self.order.rest(self)
         self.order.rest(self)
         self._fail_all("was closed", None)
