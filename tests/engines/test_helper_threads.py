@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="ne
 
 
 def helpers(expected: int) -> int:
-    """Return the number of native threads, as soon as it is this one: an ended thread takes a moment to go."""
+    """Return the number of native threads. Wait for what is expected: a thread takes a moment to end."""
     deadline = time.monotonic() + 10
     while True:
         count = len(os.listdir("/proc/self/task")) - threading.active_count()

@@ -24,9 +24,8 @@ cpu_flash_backward: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
 )
 
-_library = (
-    ctypes.CDLL(torch._C.__file__) if sys.platform == "linux" else None
-)  # finds what torch is linked to
+# Finds functions of the libraries that torch is linked to.
+_library = ctypes.CDLL(torch._C.__file__) if sys.platform == "linux" else None
 _pause_openmp: Any = getattr(_library, "omp_pause_resource_all", None)
 _SOFT = 1
 
@@ -34,8 +33,8 @@ _SOFT = 1
 def release_threads() -> None:
     """End the threads that wait to help the calling thread's operators. Its next operator makes new ones.
 
-    Each thread that calls operators gets its own helpers. If they and their callers outnumber the cores, OpenMP
-    has helpers sleep between operators, and waking them takes longer than most operators.
+    Each thread that calls operators gets its own helpers. If they and their callers outnumber the cores,
+    OpenMP has helpers sleep between operators, and waking them takes longer than most operators.
     """
     if _pause_openmp is not None:
         _pause_openmp(_SOFT)
