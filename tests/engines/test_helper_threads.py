@@ -41,16 +41,18 @@ def test_a_thread_that_waits_or_rests_has_no_helpers():
         seen.append((at_first, helpers(many)))
         return [(job, None) for job in arrived], False
 
-    async def compute() -> None:
-        X.add(1)
-        seen.append((few, helpers(many)))
+    async def submit(*, computes_first: bool) -> None:
+        if computes_first:
+            X.add(1)
+            assert helpers(many) == many
+        await engine.submit(Job())
 
     engine = EngineThread(step, lambda: None, "engine")
     try:
-        for work in (lambda: engine.submit(Job()), lambda: engine.submit(Job()), compute):
+        for computes_first in (False, False, True):
             X.add(1)
             assert helpers(many) == many
-            run_async(work(), timeout=60, owner="test")
+            run_async(submit(computes_first=computes_first), timeout=60, owner="test")
         assert helpers(few) == few
     finally:
         torch.set_num_threads(before)

@@ -170,6 +170,7 @@ class EngineThread:
             thread.join(TURN_S)  # a hanging step blocks only its daemon thread
 
     def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        release_threads()
         with self._door:
             self._arrived += self._arriving.pop(loop)
             if self._thread is None and not self._closed:
