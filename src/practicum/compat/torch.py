@@ -28,6 +28,8 @@ cpu_flash_backward: Any = getattr(
 _library = ctypes.CDLL(torch._C.__file__) if sys.platform == "linux" else None
 _pause_openmp: Any = getattr(_library, "omp_pause_resource_all", None)
 _SOFT = 1
+_set_mkl_threads: Any = getattr(_library, "MKL_Set_Num_Threads_Local", None)
+_set_mkl_dynamic: Any = getattr(_library, "MKL_Set_Dynamic", None)
 
 
 def release_threads() -> None:
@@ -38,6 +40,20 @@ def release_threads() -> None:
     """
     if _pause_openmp is not None:
         _pause_openmp(_SOFT)
+
+
+def use_one_mkl_thread(*_: Any) -> None:
+    """Have MKL use one thread for a product, in the calling thread and its helpers. Also a hook."""
+    if _set_mkl_threads is not None and _set_mkl_dynamic is not None:
+        _set_mkl_dynamic(1)  # for helpers
+        _set_mkl_threads(1)
+
+
+def use_own_mkl_threads(*_: Any) -> None:
+    """Have MKL use torch's threads again, as torch sets it."""
+    if _set_mkl_threads is not None and _set_mkl_dynamic is not None:
+        _set_mkl_threads(torch.get_num_threads())
+        _set_mkl_dynamic(0)
 
 
 def write_count(tensor: Tensor) -> int:
