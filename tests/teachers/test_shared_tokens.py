@@ -290,6 +290,7 @@ def test_word_pieces_are_refused(tmp_path: Path) -> None:
 
 def test_the_end_after_a_cut_character_is_not_compared() -> None:
     both, end = shared("small bytes", "bos"), trained("small bytes").eos_token_id
+    assert isinstance(end, int)
     cut = token_bytes(trained("small bytes")).index("é".encode()[:1])
     whole = both.align([*ids_of("small bytes", "cat"), end])
     found = both.align([*ids_of("small bytes", "cat"), cut, end])

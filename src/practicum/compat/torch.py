@@ -5,6 +5,8 @@ An operator is None where torch or the processor lacks it. Callers compute by pu
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -21,6 +23,37 @@ cpu_flash: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_fo
 cpu_flash_backward: Any = getattr(
     torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None
 )
+
+# Finds functions of the libraries that torch is linked to.
+_library = ctypes.CDLL(torch._C.__file__) if sys.platform == "linux" else None
+_pause_openmp: Any = getattr(_library, "omp_pause_resource_all", None)
+_SOFT = 1
+_set_mkl_threads: Any = getattr(_library, "MKL_Set_Num_Threads_Local", None)
+_set_mkl_dynamic: Any = getattr(_library, "MKL_Set_Dynamic", None)
+
+
+def release_threads() -> None:
+    """End the threads that wait to help the calling thread's operators. Its next operator makes new ones.
+
+    Each thread that calls operators gets its own helpers. If they and their callers outnumber the cores,
+    OpenMP has helpers sleep between operators, and waking them takes longer than most operators.
+    """
+    if _pause_openmp is not None:
+        _pause_openmp(_SOFT)
+
+
+def use_one_mkl_thread(*_: Any) -> None:
+    """Have MKL use one thread for a product, in the calling thread and its helpers. Also a hook."""
+    if _set_mkl_threads is not None and _set_mkl_dynamic is not None:
+        _set_mkl_dynamic(1)  # for helpers
+        _set_mkl_threads(1)
+
+
+def use_own_mkl_threads(*_: Any) -> None:
+    """Have MKL use torch's threads again, as torch sets it."""
+    if _set_mkl_threads is not None and _set_mkl_dynamic is not None:
+        _set_mkl_threads(torch.get_num_threads())
+        _set_mkl_dynamic(0)
 
 
 def write_count(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import sys
 import threading
 from collections.abc import Coroutine
 from contextvars import ContextVar
@@ -52,6 +53,10 @@ def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
     blocks the event loop is named in the DeadlineError. Of a group of errors, the first is raised.
     """
     scope = _SCOPE.get()
+    if "torch" in sys.modules:
+        from practicum.compat.torch import release_threads
+
+        release_threads()  # other threads compute while this one waits
     running = _Running(work, event_loop(), owner)
     try:
         if scope is not None:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from practicum.cpu.attention import scaled_dot_product_attention
 from practicum.cpu.batch_invariance import KEY_BLOCK, padded_keys, padded_rows
 from practicum.models import padded_attention
 from practicum.models.padded_attention import AttentionRule, PaddedRows

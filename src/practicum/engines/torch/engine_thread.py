@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from practicum.compat.torch import release_threads
 from practicum.errors import EngineError, PracticumError
 
 TURN_S = 30.0
@@ -169,6 +170,7 @@ class EngineThread:
             thread.join(TURN_S)  # a hanging step blocks only its daemon thread
 
     def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        release_threads()
         with self._door:
             self._arrived += self._arriving.pop(loop)
             if self._thread is None and not self._closed:
@@ -201,6 +203,7 @@ class EngineThread:
             finally:
                 self._began = None
                 if not self._work_left:
+                    release_threads()
                     self.order.rest(self)
         self.order.rest(self)
         self._fail_all("was closed", None)
