@@ -53,10 +53,7 @@ def run_async(work: Coroutine[Any, Any, T], *, timeout: float, owner: str) -> T:
     blocks the event loop is named in the DeadlineError. Of a group of errors, the first is raised.
     """
     scope = _SCOPE.get()
-    if "torch" in sys.modules:
-        from practicum.compat.torch import release_threads
-
-        release_threads()  # other threads compute while this one waits
+    _release_threads()
     running = _Running(work, event_loop(), owner)
     try:
         if scope is not None:
@@ -145,12 +142,21 @@ class _Running:
         self._task.cancel()
 
     def _end(self, task: asyncio.Task[Any]) -> None:
+        _release_threads()
         if task.cancelled():
             self.future.set_exception(concurrent.futures.CancelledError())
         elif (error := task.exception()) is not None:
             self.future.set_exception(error)
         else:
             self.future.set_result(task.result())
+
+
+def _release_threads() -> None:
+    """Release the calling thread's helpers, if torch is loaded: another thread computes next."""
+    if "torch" in sys.modules:
+        from practicum.compat.torch import release_threads
+
+        release_threads()
 
 
 def blocked_by() -> str | None:
