@@ -151,6 +151,6 @@ def test_a_rank_that_meets_nobody_says_so_in_time():
 
 def test_an_update_of_a_rank_needs_to_know_the_whole_minibatch():
     learner = Learner(tiny(), TRAIN, Algorithm())
-    learner.parallel = Parallel(0, WORLD)
+    learner.parallel = learner.trunk.parallel = Parallel(0, WORLD)
     with pytest.raises(AssertionError, match="whole mini-batch"):
         learner.update(random_batch(0))

@@ -70,7 +70,7 @@ def test_a_student_learns_from_a_teacher_with_another_tokenizer(
     assert found[1].split()[0] == "far"
     train_loaded(loaded, tmp_path / placement)
     log = (tmp_path / placement / "log.txt").read_text()
-    assert (found[1] in log) == (placement == "colocated"), "the first step shows the same table"
+    assert found[1] in log, "the first step shows the same table"
     assert "another tokenizer" in log
     rows = metrics_of(tmp_path / placement)[1:]
     assert all(0 < row["train/teacher_coverage"] <= 1 for row in rows)
