@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from benchmarks import harness, plots
 from benchmarks.harness import Channel, Contender, Measured, Stopwatch
 from benchmarks.model import examples, model_folder
+from practicum.concurrency.event_loop import run_async
 from practicum.engines.protocol import GenerateRequest
 
+ROLLOUT_S = 600.0
 PROMPTS, SAMPLES = 32, 8
 DIGITS = (10, 18)
 SETTINGS = {
@@ -68,7 +70,7 @@ def torch_engine(channel: Channel, max_new: int) -> None:
     def run(turn: int) -> Measured:
         prompts = prompts_of(turn, tokenizer)
         watch = Stopwatch()
-        found = asyncio.run(sample(turn, prompts))
+        found = run_async(sample(turn, prompts), timeout=ROLLOUT_S, owner="rollout")
         spent = watch.read()
         return _measured(spent, [len(generation.tokens) for generation in found])
 

@@ -2,7 +2,7 @@
 
 Agents: 4 prompts × 4 sessions of 8 turns. *Rewritten*: each turn's prompt leaves out the first half of the
 turn before it, as chat templates do with reasoning. *Forked*: after each turn, a fork takes a turn too.
-SmolLM2-135M: single turns at temperature 1, whose responses have little in common.
+SmolLM2-135M: single turns at temperature 1, on sums. Its learning rate is too small to change the samples.
 
 `python -m benchmarks.sharing_step [CASE …]` races these of CASES, or all; results of others are kept.
 """
@@ -106,7 +106,13 @@ def recipe_of(case: str) -> Recipe:
     if case == "smollm2":
         path, made = HERE.parent / "recipes" / "smollm2", prepared()
         files = [f"tasks.sums.{key}={made / name}" for key, name in FILES.items()]
-        changes = [f"model.path={made / 'model'}", *files, "eval.rows=1", "runtime.threads=1"]
+        changes = [
+            f"model.path={made / 'model'}",
+            *files,
+            "eval.rows=1",
+            "runtime.threads=1",
+            "train.lr=1e-12",
+        ]
         return load_recipe(path / "grpo.yaml", changes).recipe
     return make_recipe(
         f"sharing_{case}",
