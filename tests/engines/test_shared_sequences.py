@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from practicum.engines.protocol import Counter, GenerateRequest, Generation
@@ -64,19 +64,21 @@ def alone(family: str, confirmed: bool) -> list[Generation]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=3, phases=[Phase.generate])  # what fails by its timing can't be made smaller
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])  # what fails by its timing can't be made smaller
 @given(
     waits=st.lists(st.sampled_from([0.0, 0.0, 0.002]), min_size=2 * SESSIONS, max_size=2 * SESSIONS),
     slots=st.integers(5, 14),
     confirmed=st.booleans(),  # always where layers carry a state
 )
+@example(waits=[0.0] * 2 * SESSIONS, slots=2 * SESSIONS, confirmed=False)
 def test_shared_sequences_leave_every_bit_as_it_is(
     family: str, waits: list[float], slots: int, confirmed: bool
 ):
     confirmed = confirmed or family.endswith("_text")
     with engine_of(model_of(family), slots=slots, alone=confirmed) as engine:
         made = ask_all(engine, family, range(2 * SESSIONS), waits)
-        assert engine.stats.shared_tokens > 0
+        if not any(waits) and slots == 2 * SESSIONS:  # otherwise few sessions may meet
+            assert engine.stats.shared_tokens > 0
     for one, other in zip(made, alone(family, confirmed), strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert one.finish == other.finish
