@@ -64,7 +64,7 @@ def alone(family: str, confirmed: bool) -> list[Generation]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])  # what fails by its timing can't be made smaller
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])  # no smaller case fails by its timing
 @given(
     waits=st.lists(st.sampled_from([0.0, 0.0, 0.002]), min_size=2 * SESSIONS, max_size=2 * SESSIONS),
     slots=st.integers(5, 14),
