@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from practicum.cpu.attention import scaled_dot_product_attention
 from practicum.cpu.batch_invariance import KEY_BLOCK, padded_keys, padded_rows
+from practicum.cpu.threaded_attention import scaled_dot_product_attention
 from practicum.models import padded_attention
 from practicum.models.padded_attention import AttentionRule, PaddedRows
 from practicum.models.state_layers import StateLayer, StateRows

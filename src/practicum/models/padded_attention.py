@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from practicum.cpu import long_attention
-from practicum.cpu.attention import scaled_dot_product_attention
 from practicum.cpu.batch_invariance import KEY_BLOCK, ROWS
+from practicum.cpu.threaded_attention import scaled_dot_product_attention
 
 SCORES_AT_ONCE = 2**24
 """Maximum attention scores in memory, for devices without a fused kernel."""

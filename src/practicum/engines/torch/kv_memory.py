@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from practicum.cpu.attention import scaled_dot_product_attention
 from practicum.cpu.batch_invariance import ROWS, WHOLE, padded_keys, padded_rows
+from practicum.cpu.threaded_attention import scaled_dot_product_attention
 from practicum.engines.torch.shared_pages import SharedPages, shareable
 from practicum.errors import EngineError
 from practicum.models import padded_attention

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from practicum.cpu.attention import scaled_dot_product_attention
+from practicum.cpu.threaded_attention import scaled_dot_product_attention
 
 _torch_attention = functional.scaled_dot_product_attention
 
