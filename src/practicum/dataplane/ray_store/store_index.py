@@ -26,6 +26,8 @@ from practicum.dataplane.row_table import PlainKey, RowTable
 from practicum.dataplane.wire import Rows
 from practicum.errors import StoreError
 
+_ACTOR: dict[str, Any] = {"num_cpus": 0, "enable_task_events": False}
+"""Options of index and copiers. Ray would report each of their calls to the head."""
 _CONCURRENT_CALLS = 10_000
 """Calls that may be in flight at the same time, such as puts that are being copied."""
 
@@ -149,10 +151,8 @@ class StoreIndex:
         """Start a copier on that node, before the first put there."""
         if node not in self._copiers:
             where = NodeAffinitySchedulingStrategy(node, soft=False)
-            actor = ray.remote(PutCopier).options(
-                num_cpus=0, max_restarts=-1, max_task_retries=3, scheduling_strategy=where
-            )
-            self._copiers[node] = actor.remote()
+            options = _ACTOR | {"max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": where}
+            self._copiers[node] = ray.remote(PutCopier).options(**options).remote()
 
     async def _commit(self, put: Put, node: str | None = None, ref: Any = None) -> list[Any]:
         """Take a put. `ref` is its object in Ray's store, copied on `node` if it dies with the writer."""
@@ -186,5 +186,5 @@ def decode_answer(answer: tuple[bytes, list[Any]]) -> Any:
 
 def start_index(report_freed: bool = False, where: Any = "DEFAULT") -> Any:
     """Start the index, an actor without a CPU, `where` its readers are. It ends with this process."""
-    options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0}
-    return ray.remote(StoreIndex).options(**options, scheduling_strategy=where).remote(report_freed)
+    options = _ACTOR | {"max_concurrency": _CONCURRENT_CALLS, "max_restarts": 0, "scheduling_strategy": where}
+    return ray.remote(StoreIndex).options(**options).remote(report_freed)
