@@ -52,13 +52,16 @@ class Family:
 
 
 def end_cleanly() -> None:
-    """Have SIGTERM and Ctrl-C end this process by an exception, so that it can end all others. What a script
-    starts with & ignores Ctrl-C."""
+    """Have SIGTERM and Ctrl-C end this process by an exception, so that it can end all others. Later ones do
+    not disturb it then. What a script starts with & ignores Ctrl-C."""
+    signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
     def leave(number: int, frame: object) -> None:
+        for later in signals:
+            signal.signal(later, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in signals:
         signal.signal(number, leave)
 
 

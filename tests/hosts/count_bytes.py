@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
@@ -46,10 +45,13 @@ SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
 """Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher (32 logprobs a token)."""
-ROUNDS, MBITS = 5, (1000, 100)
-PLAN = [(mbits, forward) for mbits in MBITS for _ in range(ROUNDS) for forward in (False, True)]
-"""Steps after the first: Mbit/s of each link, and if the controller forwards."""
-BY_ROLE, IDLE_S, LATE_S = "one worker per host", 10.0, 280.0
+ROUNDS, MBITS = 7, (1000, 100)
+PLAN = [(mbits, number % 4 in (1, 2)) for mbits in MBITS for number in range(2 * ROUNDS)]
+"""Steps after the first: Mbit/s of each link, and if the controller forwards. Each kind comes as often before
+the other one as after it."""
+BY_ROLE, LATE_S = "one worker per host", 500.0
+REPORTS = {"REPORTER_UPDATE_INTERVAL_MS": "60000"}
+"""What docs/cluster.md recommends for `ray start`."""
 
 
 def save_student(folder: Path) -> None:
@@ -94,7 +96,6 @@ def measure(hosts: RayHosts, folder: Path, size: str, timed: bool) -> list[dict[
     late.daemon = True
     late.start()
     upcoming, steps, before, roles = iter([*PLAN, (MBITS[0], False)]), defaultdict(list), {}, {}
-    idle = 0
     setting = None
     for line in driver.stdout:
         if not line.startswith("{"):
@@ -106,9 +107,6 @@ def measure(hosts: RayHosts, folder: Path, size: str, timed: bool) -> list[dict[
                 for name in counts
             }
             steps[setting].append(json.loads(line) | {"sent": sent})
-        if len(steps[PLAN[-1]]) == ROUNDS:
-            time.sleep(IDLE_S)
-            idle = sum(hosts.head.bytes()) - sum(counts[hosts.head.name])
         setting = next(upcoming)
         roles = {name: roles_of(host) for name, host in hosts.hosts.items()}
         for host in hosts.hosts.values():
@@ -131,8 +129,7 @@ def measure(hosts: RayHosts, folder: Path, size: str, timed: bool) -> list[dict[
             "roles": roles,
             "seconds": median(step["time/step"] for step in these),
             "stages": {k[5:]: median(s[k] for s in these) for k in these[0] if k.startswith("time/")},
-            "idle_bytes_per_s": idle / IDLE_S,
-            "steps": len(these),
+            "each_s": [round(step["time/step"], 3) for step in these],
             "timed": timed,
             "controller_added_mib": median(step["added_mib"] for step in these),
         }
@@ -154,7 +151,7 @@ def main() -> None:
         for cpus, sizes in ((HOSTS, [*SIZES][:-1]), ({"controller": 0, **workers}, [BY_ROLE])):
             if not (rest := [size for size in sizes if size in wanted and size not in done]):
                 continue
-            with RayHosts(cpus, [Path(name)]) as hosts:
+            with RayHosts(cpus, [Path(name)], env=REPORTS) as hosts:
                 for size in rest:
                     rows = measure(hosts, Path(name), size, timed)
                     with results.open("a") as file:

@@ -8,6 +8,7 @@ Needs root, and `ip` and `tc` of Debian's iproute2.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -31,6 +32,20 @@ def _run(command: str) -> str:
     if done.returncode:
         raise OSError(f"`{command}` failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _remove_spaces(prefix: str) -> None:
+    for line in _run("ip netns list").splitlines():
+        if line.startswith(prefix):
+            with suppress(OSError):  # another process may be removing it
+                _run(f"ip netns del {line.split()[0]}")
+
+
+def _remove_lost_spaces() -> None:
+    """Remove the namespaces of processes that were killed without notice."""
+    owners = re.findall(r"^pr(\d+)-", _run("ip netns list"), re.MULTILINE)
+    for owner in {owner for owner in owners if not Path(f"/proc/{owner}").exists()}:
+        _remove_spaces(f"pr{owner}-")
 
 
 def missing() -> str | None:
@@ -157,10 +172,9 @@ class Host:
         os.kill(self.pid, signal.SIGKILL)
         self.init.wait(10)
 
-    def close(self) -> None:
+    def end(self) -> None:
         if self.init.poll() is None:
             self.kill()
-        _run(f"ip netns del {self.space}")
 
 
 class Network:
@@ -168,24 +182,31 @@ class Network:
 
     def __init__(self, names: Sequence[str], shared: Sequence[Path] = ()) -> None:
         """Start hosts. `shared` folders are one file system that all of them see."""
-        self.name = f"pr{os.getpid()}-{time.monotonic_ns() % 10**6}"
-        self.shared, self.hosts, self._undo = shared, {}, ExitStack()
-        with ExitStack() as undo:
+        self.name = f"pr{os.getpid()}-{time.monotonic_ns() % 10**6:06}"
+        self.shared, self.hosts = shared, dict[str, Host]()
+        _remove_lost_spaces()
+        try:
             _run(f"ip netns add {self.name}")
-            undo.callback(_run, f"ip netns del {self.name}")
             _run(f"ip -n {self.name} link add bridge type bridge forward_delay 0")
             _run(f"ip -n {self.name} link set bridge up")
             for number, name in enumerate(names, 1):
-                host = Host(self, name, number, shared)
-                undo.callback(host.close)
-                self.hosts[name] = host
-            self._undo = undo.pop_all()
+                self.hosts[name] = Host(self, name, number, shared)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all hosts and remove their namespaces."""
+        with ExitStack() as undo:
+            undo.callback(_remove_spaces, self.name)
+            for host in self.hosts.values():
+                undo.callback(host.end)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._undo.close()
+        self.close()
 
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]

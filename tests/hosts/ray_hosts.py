@@ -38,23 +38,27 @@ class RayHosts(Network):
         others: Sequence[str] = (),
         *,
         jobs: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """With `jobs`, the head takes jobs at port 8265."""
+        """With `jobs`, the head takes jobs at port 8265. `env` has more variables for `ray start`."""
         super().__init__([*cpus, *others], shared)
         try:
-            self.cpus, self.jobs = dict(cpus), jobs
+            self.cpus, self.jobs, self.env = dict(cpus), jobs, HOST_ENV | dict(env or {})
             self.head = self[next(iter(cpus))]
             self.address = f"{self.head.address}:6379"
             self.start_ray(self.head)
             self.start_rays([self[name] for name in list(cpus)[1:]])
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
 
     def start_rays(self, hosts: Sequence[Host]) -> None:
         """Start Ray on hosts that join the head, all at the same time."""
-        with ThreadPoolExecutor(len(hosts)) as pool:
+        pool = ThreadPoolExecutor(len(hosts))
+        try:
             list(pool.map(self.start_ray, hosts))
+        finally:
+            pool.shutdown(wait=False)  # after a signal, the commands end with their hosts
 
     def start_ray(self, host: Host, **env: str) -> None:
         """Start Ray's processes on a host, with more environment variables, and wait until they run."""
@@ -63,7 +67,7 @@ class RayHosts(Network):
         role = head if host is self.head else [f"--address={self.address}"]
         options = [f"--node-ip-address={host.address}", f"--num-cpus={self.cpus[host.name]}"]
         store = ["--object-store-memory=300000000", "--disable-usage-stats"]
-        done = host.run([*RAY, "start", *role, *options, *store], START_S, env=HOST_ENV | env)
+        done = host.run([*RAY, "start", *role, *options, *store], START_S, env=self.env | env)
         if done.returncode:
             raise OSError(f"Ray does not start on {host.name}: {done.stdout[-2000:]}")
 
