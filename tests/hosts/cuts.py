@@ -102,7 +102,7 @@ def _cluster(address: str, ranks: int, **store: Any) -> dict[str, Any]:
 
 SCENARIOS: dict[str, tuple[Callable[[str, Path, str], dict[str, Any]], dict[str, int]]] = {
     "rewards, 2 ranks": (_rewards, {f"worker{number}": 1 for number in range(5)}),
-    "teachers, TransferQueue": (_teachers, {"worker0": 1, "worker1": 1, "worker2": 1, "worker3": 3}),
+    "teachers, TransferQueue": (_teachers, {f"worker{number}": 1 for number in range(4)} | {"worker4": 3}),
     "agents, lag 1": (_lag, {f"worker{number}": 1 for number in range(4)}),
 }
 """Recipes, and the CPUs of hosts besides the head: one host more than the recipe needs."""

@@ -77,13 +77,11 @@ def bytes_table() -> str:
     rows = []
     for ours, control in _pairs():
         (mine, between), (theirs, _) = _carried(ours), _carried(control)
-        idle = ours["idle_bytes_per_s"] * ours["seconds"]
         cells = [f"{ours['tokens']:,.0f}", *(f"{count / 1e3:,.0f}" for count in (between, mine))]
-        shares = f"{mine / between:.2%}", f"{idle / 1e3:,.0f}", f"{(mine - idle) / between:.2%}"
         added = [f"{row['controller_added_mib']:,.1f}" for row in (ours, control)]
-        rows.append([ours["what"], *cells, *shares, f"{theirs / 1e3:,.0f}", *added])
+        rows.append([ours["what"], *cells, f"{mine / between:.2%}", f"{theirs / 1e3:,.0f}", *added])
     head = ["step", "sampled tokens", "kB between workers", "kB of the controller", "share"]
-    head += ["idle kB in the same time", "share without", "kB of the control", "MiB added", "by the control"]
+    head += ["kB of the control", "MiB added", "by the control"]
     return _table(head, rows)
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.hosts.network import Network, require
 
+pytestmark = pytest.mark.long
+
 HOLD = """
 import signal
 from tests.campaign.processes import end_cleanly
