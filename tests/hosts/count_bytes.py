@@ -45,7 +45,7 @@ SIZES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "one worker per host": (32, 32, TEXT, {"placement": "own"}),
 }
 """Prompts of a step, of 8 samples each, tokens of a response, tasks, and a teacher (32 logprobs a token)."""
-ROUNDS, MBITS = 7, (1000, 100)
+ROUNDS, MBITS = 5, (1000, 100)
 PLAN = [(mbits, number % 4 in (1, 2)) for mbits in MBITS for number in range(2 * ROUNDS)]
 """Steps that count: Mbit/s of each link, and if the controller forwards. Each kind comes as often before
 the other one as after it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.cluster import ENV
 from tests.hosts.network import Host, Network
 
-START_S = 120.0
+START_S = 240.0
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """The tests of one host set this variable to keep Ray on 127.0.0.1."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
