@@ -40,6 +40,7 @@ from tests.hosts.tables import (
     roles_table,
     step_seconds_table,
     weights_table,
+    workers_table,
 )
 
 from .pages import PAGES, ROOT, blocks_of
@@ -296,6 +297,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "advisories": ("view.md", advisories_table),
     "bytes": ("cluster.md", bytes_table),
     "bytes of hosts": ("cluster.md", roles_table),
+    "bytes of workers": ("cluster.md", workers_table),
     "step seconds": ("cluster.md", step_seconds_table),
     "weights": ("cluster.md", weights_table),
     "control plane": ("cluster.md", control_plane_table),

@@ -111,6 +111,16 @@ def roles_table() -> str:
     return _table(["kB of the host of", *head], rows)
 
 
+def workers_table() -> str:
+    """Bytes that each host receives and sends in a step, at 1 Gbit/s, with one worker on each."""
+    head = ["host of", "kB received", "kB sent"]
+    steps = [ours for ours, _ in _pairs() if len(ours["roles"]) > 3]
+    hosts = [
+        (step["roles"][name], both) for step in steps for name, both in step["received_and_sent"].items()
+    ]
+    return _table(head, [[_name(roles), *(f"{count / 1e3:,.0f}" for count in both)] for roles, both in hosts])
+
+
 def _name(roles: Sequence[str]) -> str:
     return " and ".join(_HOSTS.get(role, f"store's {role}") for role in roles) or "controller"
 
