@@ -35,7 +35,11 @@ GRPO: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "distillation": {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "full"}},
-    "agents": {"agent": {"loop": "tests.museum.loops:a_word_and_an_answer"}},
+    "agents": {
+        "agent": {"loop": "tests.museum.loops:turns_of_many_lengths"},
+        "rollout": {"samples": 8, "max_new_tokens": 16, "context": 128},
+        "train": {"prompts": 8, "lr": 1e-5},
+    },
     "lag": {"rollout": GRPO["rollout"] | {"lag": 1}},
     "two ranks on Ray": {
         "runtime": {"kind": "ray", "threads": 1, "cpus": 8},
