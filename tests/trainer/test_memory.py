@@ -51,6 +51,7 @@ LEAST_KIB = 200_000
 """Of processes that have no model, the memory is not judged."""
 CHILD = """
 import gc, json, os, sys
+from contextlib import suppress
 from pathlib import Path
 import practicum as pr
 from practicum.cpu import batch_invariance
@@ -60,15 +61,15 @@ if sys.argv[2:]:
 scanned = [0]
 
 def sizes(pid):
-    status, found = Path(f"/proc/{pid}/status").read_text(), {}
-    if "RssAnon:" in status:  # not memory that processes share, such as Ray's store
-        found = {pid: int(status.split("RssAnon:")[1].split()[0])}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            try:
-                found |= sizes(int(child))
-            except OSError:  # it has ended
-                pass
+    found = {}
+    with suppress(OSError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text()
+        if "RssAnon:" in status:  # not memory that processes share, such as Ray's store
+            found[pid] = int(status.split("RssAnon:")[1].split()[0])
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has ended
+                for child in (task / "children").read_text().split():
+                    found |= sizes(int(child))
     return found
 
 def note(phase, info):
