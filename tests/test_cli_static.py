@@ -60,6 +60,22 @@ def test_static_commands_import_no_torch(recipe: str, args: list[str]) -> None:
     assert done.stderr.splitlines()[-1] == "HEAVY []"
 
 
+@pytest.mark.slow
+def test_importing_a_trainer_starts_no_full_garbage_collection() -> None:
+    code = """
+import gc
+from practicum import cli
+
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+cli.app = lambda **options: __import__("practicum.trainer.run")
+cli.main()
+print(len(full))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
+
+
 @pytest.mark.parametrize(("option", "shown"), [("--help", "demo"), ("--version", __version__)])
 def test_help_and_version_import_no_recipes(option: str, shown: str) -> None:
     code = PROBE.format(heavy=(*HEAVY, "pydantic", "yaml", "rich", "practicum.recipe", "typer"))

@@ -1,5 +1,7 @@
 """Agent loops of the museum's recipes."""
 
+from random import Random
+
 from practicum.sessions.session import Session
 
 
@@ -17,6 +19,14 @@ async def a_word_and_an_answer(session: Session) -> None:
     session.new_trajectory(session.tokenizer.encode("copy:ab=", add_special_tokens=False))
     await session.generate(max_new_tokens=1)
     await session.generate("ab")
+
+
+async def turns_of_many_lengths(session: Session) -> None:
+    """Three or four turns with tokens of a tool between them."""
+    draw, tool = Random(f"{session.prompt.uid} {session.index}"), None
+    for _ in range(draw.randint(3, 4)):
+        await session.generate(tool, max_new_tokens=draw.randint(4, 16), stop=())
+        tool = "=ab;"
 
 
 async def one_is_left(session: Session) -> None:

@@ -35,7 +35,11 @@ GRPO: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "distillation": {"teachers": {"t": {"model": "t"}}, "distill": {"signal": "full"}},
-    "agents": {"agent": {"loop": "tests.museum.loops:a_word_and_an_answer"}},
+    "agents": {
+        "agent": {"loop": "tests.museum.loops:turns_of_many_lengths"},
+        "rollout": {"samples": 8, "max_new_tokens": 16, "context": 128},
+        "train": {"prompts": 8, "lr": 1e-5},
+    },
     "lag": {"rollout": GRPO["rollout"] | {"lag": 1}},
     "two ranks on Ray": {
         "runtime": {"kind": "ray", "threads": 1, "cpus": 8},
@@ -47,6 +51,7 @@ LEAST_KIB = 200_000
 """Of processes that have no model, the memory is not judged."""
 CHILD = """
 import gc, json, os, sys
+from contextlib import suppress
 from pathlib import Path
 import practicum as pr
 from practicum.cpu import batch_invariance
@@ -56,15 +61,15 @@ if sys.argv[2:]:
 scanned = [0]
 
 def sizes(pid):
-    status, found = Path(f"/proc/{pid}/status").read_text(), {}
-    if "RssAnon:" in status:  # not memory that processes share, such as Ray's store
-        found = {pid: int(status.split("RssAnon:")[1].split()[0])}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            try:
-                found |= sizes(int(child))
-            except OSError:  # it has ended
-                pass
+    found = {}
+    with suppress(OSError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text()
+        if "RssAnon:" in status:  # not memory that processes share, such as Ray's store
+            found[pid] = int(status.split("RssAnon:")[1].split()[0])
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # a thread that has ended
+                for child in (task / "children").read_text().split():
+                    found |= sizes(int(child))
     return found
 
 def note(phase, info):
