@@ -20,7 +20,14 @@ from practicum.models.load_model import load_model
 from practicum.models.lora import put_adapters
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Model, Recipe
-from practicum.roles.probe_teachers import Probe, compare, compare_most_likely, probe_teachers, warnings_of
+from practicum.roles.probe_teachers import (
+    Probe,
+    compare,
+    compare_most_likely,
+    probe_teachers,
+    table,
+    warnings_of,
+)
 from practicum.trainer.preflight import check_without_models, preflight
 from practicum.trainer.run import train_loaded
 
@@ -184,6 +191,12 @@ def test_worse_and_distant_teachers_are_warned_about():
     )
     assert warnings_of({"good": good}) == []
     assert [warning.split()[1] for warning in warnings_of({"worse": worse, "far": far})] == ["worse", "far"]
+
+
+def test_templates_are_in_the_table_if_prompts_have_any():
+    probe = Probe(0.9, 0.99, 0.001, 0.1, 0.2, (0.9, 0.5))
+    plain, chats = table({"a": probe}, {}), table({"a": probe}, {"b": "same", "a": "other, can think"})
+    assert [line + end for line, end in zip(plain, ("  template", "   other, can think"), strict=True)] == chats
 
 
 @pytest.mark.parametrize("strength", [1.25, 1.5])
