@@ -2,6 +2,7 @@
 
     python recipes/many_teachers/compare.py run           # all rows, both task sets, seeds 1 to 3
     python recipes/many_teachers/compare.py run --quick   # one seed and few steps, which shows no result
+    python recipes/many_teachers/compare.py run --sets parts   # these task sets alone
     python recipes/many_teachers/compare.py report        # the tables of README.md, from records.jsonl alone
 
 `run` appends a record for each row and seed to records.jsonl. What is there is not made again.
@@ -16,10 +17,12 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -27,14 +30,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import practicum as pr
 from practicum.models.tokenizer import make_tokenizer
+from practicum.teachers import shared_tokens
+from practicum.teachers.shared_tokens import SharedTokens
 from practicum.trainer.run_models import merge_runs
 from report import report  # beside this file
 
 HERE = Path(__file__).resolve().parent
 LETTERS, LENGTHS = "abcde", (3, 5)
 SETS = {"demo": ("copy", "reverse", "rotate"), "conflict": ("rising", "falling"), "tokenizer": ("reverse",)}
+SETS["parts"] = SETS["tokenizer"]
 """Task sets. `conflict` sorts letters up or down; a third of its prompts don't say which. In `tokenizer` the
-teacher's tokenizer joins some letters."""
+teacher's tokenizer joins some letters. `parts` changes the parts of that comparison one at a time."""
 JOINED = ("ab", "bd", "cc", "da", "ec")
 """Pairs of letters that are one token of this teacher."""
 MARKS = {"rising": "<", "falling": ">"}
@@ -57,7 +63,8 @@ class Lab:
 
     def __init__(self, name: str, seed: int, folder: Path, quick: bool, until: float) -> None:
         self.domains, self.seed, self.quick, self.until = SETS[name], seed, quick, until
-        self.root, self.joins = folder / name / str(seed), name == "tokenizer"
+        self.joins = SETS[name] == SETS["tokenizer"]
+        self.root = folder / ("tokenizer" if self.joins else name) / str(seed)
         self.tasks = self._conflict() if name == "conflict" else {d: _task(d) for d in self.domains}
         self.steps = 4 if quick else 40
         self.base = self._specialise()
@@ -239,6 +246,27 @@ def rows_of(lab: Lab, rates: dict[str, float]) -> dict[str, Callable[[], list[Pa
     return rows
 
 
+def parts_of(lab: Lab, rates: dict[str, float]) -> dict[str, Callable[[], list[Path]]]:
+    """Return the rows of `parts`: the comparison over the top 16, and what it would be without its parts."""
+    lr = rates["mopd"]
+
+    def top(name: str, *, joined: bool = False, ends: bool = True) -> list[Path]:
+        with ExitStack() as patches:
+            if joined:
+                patches.enter_context(patch.object(SharedTokens, "_would_join", lambda self, *tokens: False))
+            if not ends:
+                patches.enter_context(patch.object(shared_tokens, "end_token", lambda *args, **more: None))
+            return [lab.shared(name, lr, "reverse_kl")]
+
+    return {
+        "top 16 of shared tokens": lambda: top("top"),
+        "joined tokens too": lambda: top("top joined", joined=True),
+        "without end tokens": lambda: top("top endless", ends=False),
+        "joined tokens too, without end tokens": lambda: top("top neither", joined=True, ends=False),
+        "sampled tokens, not shifted": lambda: [lab.shared("sampled", lr, "k1_straight")],
+    }
+
+
 def curve(lab: Lab, runs: list[Path]) -> list[Record]:
     """Return the scores over runs one after the other, with teacher tokens and seconds spent so far."""
     points, tokens, seconds = [], 0.0, 0.0
@@ -269,7 +297,7 @@ def tuned(lab: Lab) -> dict[str, float]:
     return best
 
 
-def run(seeds: list[int], folder: Path, records: Path, quick: bool, until: float) -> None:
+def run(sets: list[str], seeds: list[int], folder: Path, records: Path, quick: bool, until: float) -> None:
     """Make the records that are missing, seed by seed. Raise TimeIsOver where the time is over."""
     done = {(record["set"], record["seed"], record["row"]) for record in read(records)}
     file = folder / "rates.json"
@@ -277,9 +305,10 @@ def run(seeds: list[int], folder: Path, records: Path, quick: bool, until: float
         file.write_text(json.dumps(tuned(Lab("demo", seeds[0] if quick else TUNING, folder, quick, until))))
     rates = json.loads(file.read_text())
     for seed in seeds:
-        for name in SETS:
+        for name in sets:
             lab = Lab(name, seed, folder, quick, until)
-            makers = {"base": None, "specialists": None, **rows_of(lab, rates)}
+            rows = parts_of(lab, rates) if name == "parts" else rows_of(lab, rates)
+            makers = {"base": None, "specialists": None, **rows}
             for row, make in makers.items():
                 if (name, seed, row) in done:
                     continue
@@ -305,6 +334,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--quick", action="store_true", help="one seed and few steps; nothing is written here"
@@ -318,7 +348,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         seeds, until = args.seeds[:1] if args.quick else args.seeds, time.monotonic() + 60 * args.minutes
         try:
-            run(seeds, folder, records, args.quick, until)
+            run(args.sets, seeds, folder, records, args.quick, until)
         except TimeIsOver:
             raise SystemExit("stopped: run it again to continue") from None
     text = report(read(records))

@@ -14,11 +14,16 @@ from practicum.parts import (
     BatchRef,
     Columns,
     Counter,
+    Draws,
+    Example,
     GenerateRequest,
+    Option,
+    Procedural,
     Ragged,
     RewardFunctions,
     RewardSample,
     Sampling,
+    Settings,
     StepInfo,
     advantage,
     discounted_returns,
@@ -112,3 +117,32 @@ def teachable(rank, batch: BatchRef, columns: Columns, step: StepInfo):
     student, teacher = columns.ragged("rollout_logprobs"), columns.ragged("teacher_logprobs")
     apart = Ragged.packed((teacher.values - student.values).abs(), student.lengths)
     return {"token_weight": largest(rank, apart, columns.ragged("response_mask"))}
+
+
+def make_told(draws: Draws, settings: Settings) -> Example:
+    """Return a prompt of `sort` that says its answer first."""
+    digits = draws.text("0123456789", draws.between(*settings.span("length")))
+    answer = "".join(sorted(digits))
+    return Example(TELL.format(answer) + f"sort:{digits}=", answer)
+
+
+TELL = "{}>"
+TOLD = Procedural("told", "Sort, told the answer.", {"length": Option((2, 3), 1, 9, "Digits.")}, make_told)
+
+
+@stage(after="advantages", reads=_SCORED[:-1], writes=["advantages"])
+def opsd(rank, batch: BatchRef, columns: Columns, step: StepInfo):
+    """The student that is told the answer teaches the student that is not (OPSD).
+
+    A token's advantage is log p(token | told) - log p(token), of the weights before the update. Zhao et al.
+    2026, "Self-distilled reasoner", arXiv:2601.18734, whose teacher has the first weights.
+    """
+    student, prompts = columns.ragged("old_logprobs"), columns.ragged("prompt_ids").rows
+    told = []
+    for key, ids in zip(batch.keys, prompts, strict=True):
+        known = TELL.format(step.prompts[key].answer) if key in step.prompts else ""  # padding has none
+        told.append(torch.tensor([*rank.tokenizer.encode(known, add_special_tokens=False), *ids.tolist()]))
+    scorer, at = rank.student.learner.scorer, rank.recipe.rollout.temperature
+    teacher = scorer.logprobs(Ragged.from_rows(told), columns.ragged("response_ids"), temperature=at)
+    apart_N = (teacher.values - student.values).masked_fill(~columns.ragged("response_mask").values, 0.0)
+    return {"advantages": Ragged.packed(apart_N, student.lengths)}

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from practicum.cpu.row_parts import Grads
 from practicum.learning import learner as learner_module
 from practicum.learning.learner import Learner
 from practicum.learning.logprobs import token_logprobs
@@ -41,13 +40,15 @@ def parts_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[Learner, Parts, PartShares, int]:
     """Each part's gradient by name, the shares, and the number of backward passes of the last update."""
-    found: list[Grads] = []
+    found: list[dict[torch.Tensor, torch.Tensor]] = []
     passes = 0
     with monkeypatch.context() as patch:
         put_sum, backward = PartGradients.put_sum, PackedModel.backward
 
         def keep(self: PartGradients) -> None:
-            found[:] = [dict(grads) for grads in self._parts]
+            apart = self._apart
+            found[:] = [{p: grads[i] for p, grads in apart.stacks.items()} for i in range(apart.count)]
+            found.extend(dict(grads) for grads in self._taken)
             put_sum(self)
 
         def count(self: PackedModel, *args: Any) -> None:

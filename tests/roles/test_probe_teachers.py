@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,24 @@ import yaml
 from tests.serving.servers import MODEL, served
 from tests.teachers.tiny_teachers import save_adapter, save_teacher, teachers_recipe
 from tests.trainer.test_run import metrics_of, weights_of
+from transformers import AutoModelForCausalLM
 
 from practicum.engines.protocol import Scores
 from practicum.models.adapter_files import SavedAdapter
 from practicum.models.load_model import load_model
 from practicum.models.lora import put_adapters
+from practicum.models.tokenizer import make_tokenizer
 from practicum.recipe.load_recipe import load_recipe
 from practicum.recipe.schema.recipe import Model, Recipe
-from practicum.roles.probe_teachers import Probe, compare, compare_most_likely, probe_teachers, warnings_of
+from practicum.roles.probe_teachers import (
+    Probe,
+    compare,
+    compare_most_likely,
+    probe_teachers,
+    table,
+    warnings_of,
+)
+from practicum.tasks.stream import make_stream
 from practicum.trainer.preflight import check_without_models, preflight
 from practicum.trainer.run import train_loaded
 
@@ -186,6 +197,14 @@ def test_worse_and_distant_teachers_are_warned_about():
     assert [warning.split()[1] for warning in warnings_of({"worse": worse, "far": far})] == ["worse", "far"]
 
 
+def test_templates_are_in_the_table_if_prompts_have_any():
+    probe = Probe(0.9, 0.99, 0.001, 0.1, 0.2, (0.9, 0.5))
+    plain, chats = table({"a": probe}, {}), table({"a": probe}, {"b": "same", "a": "other, can think"})
+    assert [
+        line + end for line, end in zip(plain, ("  template", "   other, can think"), strict=True)
+    ] == chats
+
+
 @pytest.mark.parametrize("strength", [1.25, 1.5])
 def test_an_exponent_beyond_what_worked_is_warned_about(tmp_path: Path, strength: float):
     student, other = (
@@ -198,3 +217,52 @@ def test_an_exponent_beyond_what_worked_is_warned_about(tmp_path: Path, strength
     loaded = write(tmp_path, teachers, model={"path": student}, route=route, distill=distill)
     found = check_without_models(loaded.recipe).warnings
     assert any("teachers.other.target" in warning for warning in found) == (strength > 1.25)
+
+
+THIRD = """
+from practicum.parts import Draws, Example, Procedural, Settings
+
+def make(draws: Draws, settings: Settings) -> Example:
+    return Example(draws.text("abc", 4), "a")
+
+def check(text: str, answer: str, row: object) -> float:
+    return float(sum(map(ord, text)) % 3 == 0)
+
+THIRD = Procedural("third", "A third is right.", {}, make, check)
+"""
+
+
+@torch.no_grad()
+def greedy_score(folder: str, prompts: Sequence[str]) -> float:
+    """Share of a model's greedy responses that `THIRD` finds right."""
+    model, tokenizer, right = AutoModelForCausalLM.from_pretrained(folder), make_tokenizer(), 0
+    for prompt in prompts:
+        ids, start = tokenizer.encode(prompt), len(tokenizer.encode(prompt))
+        while len(ids) - start < 6 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        text = str(tokenizer.decode(ids[start:], skip_special_tokens=True))
+        right += sum(map(ord, text)) % 3 == 0
+    return right / len(prompts)
+
+
+def test_a_teacher_that_answers_worse_is_named_with_both_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_parts: None
+):
+    (tmp_path / "kinds.py").write_text(THIRD)
+    folders = [save_teacher(tmp_path / str(seed), seed=seed, scale=9.0) for seed in (1, 2)]
+    found: list[tuple[str, ...]] = []
+    for student, other in (folders, folders[::-1]):
+        path = tmp_path / "recipe.yaml"
+        sections = {"tasks": {"third": {"kind": "kinds:THIRD"}}, "teachers": {"other": {"model": other}}}
+        path.write_text(yaml.safe_dump(teachers_recipe(model={"path": student}, distill={}, **sections)))
+        recipe = load_recipe(path).recipe
+        prompts = [str(prompt.content) for prompt in make_stream(recipe.tasks, recipe.seed).take(8)]
+        (_, line), warnings = probe_teachers(recipe, load_model(recipe.model, 0))
+        scores = greedy_score(other, prompts), greedy_score(student, prompts)
+        found.append(tuple(line.split()[6:8]))
+        assert found[-1] == tuple(f"{score:.2f}" for score in scores)
+        assert any(warning.startswith("teacher other scores less") for warning in warnings) == (
+            scores[0] < scores[1]
+        )
+    assert found[0] == found[1][::-1]
+    assert found[0][0] != found[0][1], "one of them is worse"

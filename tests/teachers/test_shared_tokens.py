@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from practicum.engines.protocol import Scores
 from practicum.errors import RecipeError
 from practicum.models.tokenizer import make_tokenizer
-from practicum.recipe.schema.recipe import Task
+from practicum.recipe.schema.recipe import Recipe, Task
 from practicum.tasks.prompts import Encoder, Prompt
 from practicum.teachers.shared_tokens import SharedTokens, token_bytes
-from practicum.teachers.teacher_checks import rendered
+from practicum.teachers.teacher_checks import renderings
 
 TEXTS = [
     "the cat sat on the mat and counted 12 mice, 345 birds and 6789 fish",
@@ -256,10 +256,25 @@ def test_check_shows_a_prompt_as_the_teacher_s_template_renders_it(thinks: bool)
     teacher = copy.deepcopy(trained("bytes"))
     mode = "{% if enable_thinking is defined %}think{% endif %}" if thinks else ""
     teacher.chat_template = "<q>{{ messages[0].content }}<a>" + mode
-    tokens = SharedTokens(trained("bytes"), Encoder({"a": Task(kind="copy", chat=True)}, teacher))
-    found = rendered("far", Prompt(0, "a", "a", "the cat", None, {}, 0, 0), tokens)
-    assert "'<q>the cat<a>'" in found
-    assert ("thinking" in found) == thinks
+    student = copy.deepcopy(trained("bytes"))
+    student.chat_template = "<s>{{ messages[0].content }}<a>"
+    sections = {"name": "r", "model": {"random_init": {}}, "distill": {"signal": "shared"}, "route": {"by": "task"}}
+    teachers = {"far": {"model": "a"}, "near": {"model": "b"}, "served": {"url": "http://a/v1", "model": "c"}}
+    tasks = {"plain": {"kind": "copy"}, "chats": {"kind": "copy", "chat": True}}
+    recipe = Recipe.model_validate(sections | {"tasks": tasks, "teachers": teachers})
+    far = SharedTokens(student, Encoder(recipe.tasks, teacher))
+    words, (line,) = renderings(recipe, student, {"far": far})
+    thinking = ", can think" if thinks else ""
+    assert words == {"far": f"other{thinking}", "near": "same", "served": "unknown"}
+    assert line.startswith("teacher far reads")
+    assert line.index("'<q>copy:") < line.index("'<s>copy:")
+    assert ("thinking" in line) == thinks
+    student.chat_template = teacher.chat_template
+    words, lines = renderings(recipe, student, {"far": far})
+    assert words == {"far": f"same{thinking}", "near": f"same{thinking}", "served": "unknown"}
+    assert lines == []
+    plain = recipe.model_copy(update={"tasks": {"plain": recipe.tasks["plain"]}})
+    assert renderings(plain, student, {"far": far}) == ({}, []), "prompts without a template"
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from practicum.errors import RecipeErrors, TeacherError
 from practicum.models.load_model import load_model, make_model
 from practicum.recipe.load_recipe import LoadedRecipe, load_recipe
 from practicum.recipe.schema.recipe import MakeModel, Model
-from practicum.trainer.preflight import preflight
+from practicum.teachers.shared_tokens import Coverage
+from practicum.trainer.preflight import check_without_models, preflight
 from practicum.trainer.run import train_loaded
 from tests.serving.servers import MODEL, served
 from tests.teachers.tiny_teachers import MAKE, save_teacher, teachers_recipe
@@ -113,6 +115,17 @@ def test_a_teacher_that_shares_too_little_is_refused(
     with pytest.raises(RecipeErrors) as caught:
         preflight(loaded)
     assert [problem.path for problem in caught.value.errors] == ["teachers.far.model"]
+
+
+@pytest.mark.parametrize(("strict", "refused"), [(49, True), (50, False)])
+def test_half_of_the_tokens_is_enough(
+    tmp_path: Path, foreign: str, monkeypatch: pytest.MonkeyPatch, strict: int, refused: bool
+) -> None:
+    counted = {"far": Coverage(tokens=100, strict=strict)}
+    monkeypatch.setattr("practicum.teachers.teacher_checks.coverages", lambda *_: counted)
+    loaded = write(tmp_path, teachers={"far": {"model": foreign}}, distill={"signal": "shared"})
+    with pytest.raises(RecipeErrors) if refused else nullcontext():
+        check_without_models(loaded.recipe)
 
 
 def test_a_teacher_whose_mass_lies_elsewhere_is_refused_before_the_weights_change(

@@ -32,7 +32,7 @@ from practicum.trainer.sample_step import TRAIN
 from practicum.trainer.step import StepRunner
 from tests.cluster import local_ray
 from tests.teachers.tiny_reward_models import save_classifier
-from tests.teachers.tiny_teachers import teachers_recipe
+from tests.teachers.tiny_teachers import save_teacher, teachers_recipe
 
 from . import kill_orders
 from .recipes import TINY, tiny
@@ -327,3 +327,49 @@ def hasty(sections: dict[str, Any]) -> dict[str, Any]:
 
 def steps_of(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+LOST = "the teachers are not compared with the student: teacher"
+PROBED: dict[str, tuple[Act, str]] = {
+    "teacher in an actor": (
+        lambda roles: freeze_and_kill(roles.pools.teachers["other"].replicas()[0]),
+        f"{LOST} other died",
+    ),
+    "rollout replica": (lambda roles: freeze_and_kill(roles.pools.rollout.replicas()[0]), "rollout 0 died"),
+    "rank with a teacher": (lambda roles: freeze_and_kill(roles.group.workers[0]), f"{LOST} small died"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", PROBED)
+def test_a_death_during_the_probe_of_teachers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+):
+    """A run goes on if a pool makes another of what died: without the table if that was a teacher. A rank's
+    death ends it."""
+    student, small, other = (save_teacher(tmp_path / str(seed), seed=seed) for seed in (1, 2, 3))
+    teachers = {"small": {"model": small}, "other": {"model": other, "placement": "own"}}
+    route = {"by": "task", "map": {"copy": "small", "compare": "other"}}
+    shared = {"model": {"path": student}, "teachers": teachers, "route": route, "distill": {}, "train": STEPS}
+    sections = teachers_recipe(**fragile(shared | {"rollout": TINY["rollout"]}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
+    act, named = PROBED[who]
+    compare = RayRoles.compare_teachers
+
+    def killing(self: RayRoles) -> tuple[list[str], list[str]]:
+        act(self)
+        return compare(self)
+
+    monkeypatch.setattr(RayRoles, "compare_teachers", killing)
+    monkeypatch.setattr("practicum.trainer.run.PROBED_STEPS", 1)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    if who == "rank with a teacher":
+        with pytest.raises(PracticumError, match="rank 0 of 1 of the learner died"):
+            train_loaded(recipe, tmp_path / "run")
+    else:
+        train_loaded(recipe, tmp_path / "run")
+        assert steps_of(tmp_path / "run") == [0, 1, 2, 3]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert named in log
+    compared = {line.split()[2] for line in log.splitlines()} >= {"small", "other"}
+    assert compared == (who == "rollout replica"), "another replica compares them"

@@ -265,3 +265,28 @@ def test_mismatched_chunks_share_their_difference_evenly_and_all_agree_on_averag
     assert out["teacher_match"].values.tolist() == [5, 0, 4, 0, 0, 1]
     strict = torch.tensor([-0.7, -0.2]) + (-0.3 - 0.8) / 2
     torch.testing.assert_close(out["teacher_logprobs"].values[[0, 5]], strict)
+
+
+def test_the_student_that_is_told_the_answer_teaches_the_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    student, tokenizer = save_teacher(tmp_path / "student", seed=4), make_tokenizer()
+    rows = run(
+        tmp_path,
+        monkeypatch,
+        (*ROWS, "advantages"),
+        model={"path": student},
+        tasks={"sort": {"kind": "sort", "options": {"length": [2, 4]}}},
+        reward={"functions": [{"use": "checker"}]},
+        algorithm={"advantage": "grpo"},
+        stages=[f"{SORT}/teacher_variants:opsd"],
+    )
+    largest = 0.0
+    for _, _, row in rows:
+        digits = str(tokenizer.decode(row["prompt_ids"])).partition(":")[2].removesuffix("=")
+        told = tokenizer.encode("".join(sorted(digits)) + ">", add_special_tokens=False)
+        before = {"prompt_ids": torch.cat([torch.tensor(told), row["prompt_ids"]])}
+        expected = said(student, row | before) - said(student, row)
+        torch.testing.assert_close(row["advantages"], expected, rtol=0, atol=1e-4)
+        largest = max(largest, float(expected.abs().max()))
+    assert largest > 0.1

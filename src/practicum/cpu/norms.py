@@ -38,7 +38,7 @@ class _RmsNorm(torch.autograd.Function):
         along, grad_weight = grads[0] * unit, None
         if ctx.parts is not None:
             along_N = along.view(ctx.parts.rows, -1, len(weight))
-            ctx.parts.add(ctx.parameter, lambda span: along_N[span].sum((0, 1)))
+            ctx.parts.add(ctx.parameter, lambda span, out: torch.sum(along_N[span], (0, 1), out=out))
         elif ctx.needs_input_grad[1]:
             grad_weight = along.flatten(0, -2).sum(0)
         mean = (along @ weight).unsqueeze(-1).mul_(-1.0 / unit.shape[-1])

@@ -7,39 +7,53 @@ add the gradients in the backward pass. Others leave that of all parts on their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-Grads = dict[Tensor, Tensor]
-"""Gradients by parameter."""
+
+@dataclass(frozen=True, slots=True)
+class PartGrads:
+    """The gradients of `count` parts, by parameter: those of all parts one after the other [count, ...]."""
+
+    count: int
+    stacks: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
 class RowParts:
     """The parts of tokens, in order, and the gradients of each part so far. `rows` are those of a layer's
     input, in which padding may follow the tokens."""
 
-    def __init__(self, part_N: Tensor, grads: Sequence[Grads], rows: int = 0) -> None:
+    def __init__(self, part_N: Tensor, grads: PartGrads, rows: int = 0) -> None:
         self.part_N, self.grads, self.rows = part_N, grads, rows
-        ends = torch.searchsorted(part_N, torch.arange(len(grads)), right=True).tolist()
-        spans = (slice(start, end) for start, end in pairwise([0, *ends]))
-        self.spans = [(grad, span) for grad, span in zip(grads, spans, strict=True) if span.start < span.stop]
+        ends = torch.searchsorted(part_N, torch.arange(grads.count), right=True).tolist()
+        self.spans = [slice(start, end) for start, end in pairwise([0, *ends])]
 
     def take(self, index: Tensor | slice, rows: int = 0) -> RowParts:
         return RowParts(self.part_N[index], self.grads, rows)
 
-    def add(self, parameter: Tensor, gradient: Callable[[slice], Tensor]) -> None:
-        """Add the gradient of each part's rows. Padding has none."""
-        for grads, span in self.spans:
-            if parameter in grads:
-                grads[parameter] += gradient(span)
+    def add(self, parameter: Tensor, write: Callable[[slice, Tensor], object]) -> None:
+        """Add the gradient of each part's rows, which `write` writes. Padding has none."""
+        if (stack := self.grads.stacks.get(parameter)) is not None:
+            spare = torch.empty_like(stack[0])
+            for grad, span in zip(stack, self.spans, strict=True):
+                if span.start < span.stop:
+                    write(span, spare)
+                    grad += spare
+            return
+        shape = self.grads.count, *parameter.shape
+        self.grads.stacks[parameter] = stack = torch.empty(shape, dtype=parameter.dtype)
+        for grad, span in zip(stack, self.spans, strict=True):
+            if span.start < span.stop:
+                write(span, grad)
             else:
-                grads[parameter] = gradient(span).contiguous()
+                grad.zero_()
 
 
 _inputs: ContextVar[Mapping[Tensor | None, RowParts]] = ContextVar("inputs", default={})  # noqa: B039
@@ -87,7 +101,7 @@ class PartedEmbedding(nn.Embedding):
             grad_N = grad.view(len(ids_N), -1)
             if self.padding_idx is not None:
                 grad_N = grad_N.masked_fill((ids_N == self.padding_idx).unsqueeze(1), 0.0)
-            parts.add(weight, lambda span: torch.zeros_like(weight).index_add_(0, ids_N[span], grad_N[span]))
+            parts.add(weight, lambda span, out: out.zero_().index_add_(0, ids_N[span], grad_N[span]))
 
         rows.register_hook(add)
         return rows

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from practicum.cpu.row_parts import Grads, RowParts
+from practicum.cpu.row_parts import PartGrads, RowParts
 from practicum.dataplane.ragged import Columns, Ragged
 from practicum.errors import DataError
 from practicum.models.packed_attention import PackedLayout
@@ -97,7 +97,7 @@ class Packed:
 class RowSpans:
     """The rows of a batch, ready to be cut into micro-batches. Rows of different `parts` share no tokens."""
 
-    grads: Sequence[Grads] = ()
+    grads: PartGrads | None = None
     """Where micro-batches are to add the gradients of parts."""
 
     def __init__(
@@ -175,7 +175,7 @@ class RowSpans:
             column_M=torch.from_numpy(np.concatenate(column)),
             row_tokens=sum(self.tokens.lengths[i] for i in rows),
         )
-        if self.grads:
+        if self.grads is not None:
             new = [self.tokens.lengths[i] - start for i, start in zip(tree.order, tree.starts, strict=True)]
             part_N = torch.tensor([self.parts[i] for i in tree.order]).repeat_interleave(torch.tensor(new))
             packed = replace(packed, parts=RowParts(part_N, self.grads))

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from practicum.cpu.row_parts import Grads
+from practicum.cpu.row_parts import PartGrads
 
 ROUNDS = 5
 """How often a projected step is corrected for the rounding of the weights."""
@@ -54,28 +54,35 @@ class PartGradients:
     ) -> None:
         self._parameters, self._gather, self._project_step = parameters, gather, project
         self._piece = PIECE if all(p.device.type == "cpu" for p in parameters) else GPU_PIECE
-        self._parts: list[Grads] = []
+        self._apart = PartGrads(0)
+        self._taken: list[dict[Tensor, Tensor]] = []
         self._before: dict[nn.Parameter, Tensor] = {}
 
-    def begin(self, count: int = 0) -> list[Grads]:
+    def begin(self, count: int = 0) -> PartGrads:
         """Forget all gradients. Return where those of this many parts go; others are taken."""
-        self._parts = [{} for _ in range(count)]
-        return self._parts
+        self._taken, self._apart = [], PartGrads(count)
+        return self._apart
 
     def take(self) -> None:
         """Take the gradients off the parameters, as those of the next part."""
-        self._parts.append({p: p.grad for p in self._parameters if p.grad is not None})
+        self._taken.append({p: p.grad for p in self._parameters if p.grad is not None})
         for p in self._parameters:
             p.grad = None
+
+    def _grads(self, p: nn.Parameter) -> Sequence[Tensor]:
+        """Return the gradients of all parts, stacked if they were kept apart. None have one: []."""
+        if p in self._apart.stacks or not any(p in grads for grads in self._taken):
+            return self._apart.stacks.get(p, [])  # pyright: ignore[reportReturnType]
+        return [grads[p] if p in grads else torch.zeros_like(p) for grads in self._taken]
 
     @torch.no_grad()
     def put_sum(self) -> None:
         """Put the sum of all parts on the parameters."""
         for p in self._parameters:
-            present = [grads[p] for grads in self._parts if p in grads]
-            if present:
-                p.grad = present[0] + present[1] if len(present) > 1 else present[0].clone()
-                for grad in present[2:]:
+            grads = [*self._grads(p)]
+            if grads:
+                p.grad = grads[0] + grads[1] if len(grads) > 1 else grads[0].clone()
+                for grad in grads[2:]:
                     p.grad += grad
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -86,18 +93,16 @@ class PartGradients:
     def end_step(self, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> PartShares:
         """Return the shares after the step. `clip` is the factor of the gradient's clipping. With `project`
         the step is first changed so that no part gets worse by it."""
-        count = change = len(self._parts)
-        removed = self._project(optimizer) if self._project_step else [0.0] * count
-        products = self._products(optimizer)
-        gram, size = [row[:count] for row in products[:count]], products[change][change]
-        if len(products[change]) == count + 1 or size == 0:
-            return PartShares(gram, [], {})
-        scaled, decay = change + 1, change + 2
-        shares = [-lr * products[i][scaled] / size for i in range(count)]
-        rest = {"clipping": (clip - 1) * sum(shares), "decay": -lr * products[change][decay] / size}
+        removed = self._project(optimizer) if self._project_step else []
+        found = self._products(optimizer)
+        if not found.scaled or found.size == 0:
+            return PartShares(found.gram, [], {})
+        shares = [-lr * x / found.size for x in found.scaled]
+        rest = {"clipping": (clip - 1) * sum(shares), "decay": -lr * found.decay / found.size}
         if self._project_step:
-            rest["projection"] = -sum(x * products[i][change] for i, x in enumerate(removed)) / size
-        return PartShares(gram, shares, {"momentum": 1 - sum(shares) - sum(rest.values()), **rest})
+            along = sum(x * rise for x, rise in zip(removed, found.rises, strict=True))
+            rest["projection"] = -along / found.size
+        return PartShares(found.gram, shares, {"momentum": 1 - sum(shares) - sum(rest.values()), **rest})
 
     def _project(self, optimizer: torch.optim.Optimizer) -> list[float]:
         """Move the weights to the nearest step that makes no part worse, to first order.
@@ -105,10 +110,9 @@ class PartGradients:
         With d AdamW's step and G the parts' gradients: min |x - d|^2 with G^T x <= 0 is x = d - G m, where m
         solves the small dual problem. Return m. Weights are rounded, so the constraint is looked at again.
         """
-        removed = [0.0] * len(self._parts)
+        removed = [0.0] * (self._apart.count or len(self._taken))
         for _ in range(ROUNDS):
-            *rows, (*rises, size) = self._products(optimizer, moments=False)
-            gram = [row[:-1] for row in rows]
+            gram, size, rises, *_ = self._products(optimizer, moments=False)
             norms = [(gram[i][i] * size) ** 0.5 for i in range(len(gram))]
             if all(rise <= TOLERANCE * norm for rise, norm in zip(rises, norms, strict=True)):
                 break
@@ -117,67 +121,76 @@ class PartGradients:
             multipliers = nonnegative_solution(gram, beyond)
             for p in self._parameters:
                 weights = _weights(p, optimizer)
-                for x, grads in zip(multipliers, self._parts, strict=True):
-                    if x and p in grads:
-                        weights.sub_(grads[p].to(weights.dtype), alpha=x)
+                for x, grad in zip(multipliers, self._grads(p), strict=False):
+                    if x:
+                        weights.sub_(grad.to(weights.dtype), alpha=x)
                 if weights is not p:
                     p.detach().copy_(weights)
             removed = [a + b for a, b in zip(removed, multipliers, strict=True)]
         return removed
 
-    def _products(self, optimizer: torch.optim.Optimizer, *, moments: bool = True) -> list[list[float]]:
-        """Return dot products over all parameters and ranks, of the parts' gradients and the weights' change.
-
-        With each other, and with `moments`, if the optimizer has them, also with d / (sqrt(v) + eps) and the
-        decayed weights. Without, products are in float64.
-        """
+    def _products(self, optimizer: torch.optim.Optimizer, *, moments: bool = True) -> _Products:
+        """Return dot products over all parameters and ranks: all with `moments`, if the optimizer has them,
+        or those of gradients and change, in float64."""
         moments = moments and all(_has_moment(optimizer, p) for p in self._parameters)
-        count = len(self._parts)
-        size = count + 3 if moments else count + 1
-        total = torch.zeros(count + 1, size, dtype=torch.float64)
-        for group, parameters in self._runs(optimizer):
-            for rows in self._rows(group, parameters, optimizer, moments):
-                total = total.to(rows.device) + (rows[: count + 1] @ rows[:size].T).double()
-        if self._gather is not None:
-            ranks = self._gather(total.flatten().tolist())
-            total = torch.tensor(ranks, dtype=torch.float64).sum(0).view_as(total)
-        return total.tolist()
-
-    def _runs(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """Yield the parameters of each group, a few small ones together, and the group's settings."""
+        count, projects = self._apart.count or len(self._taken), self._project_step
+        sizes = [count * count, 1, *[count] * projects, *[count, 1] * moments]
+        total = torch.zeros(sum(sizes), dtype=torch.float64)
         for group in optimizer.param_groups:
-            run: list[nn.Parameter] = []
-            for p in group["params"]:
-                if run and sum(q.numel() for q in run) + p.numel() > self._piece:
-                    yield group, run
-                    run = []
-                run.append(p)
-            yield group, run
+            parameters, root, decay = group["params"], 1.0, group["weight_decay"]
+            if moments:  # all take every step
+                root = (1 - group["betas"][1] ** float(optimizer.state[parameters[0]]["step"])) ** 0.5
+            eps = root * group["eps"] if moments else None
+            pieces = (piece for p in parameters for piece in self._pieces(p, optimizer, eps))
+            factors = [1.0, 1.0, *[1.0] * projects, *[root, decay] * moments]
+            kinds = zip(factors, zip(*pieces, strict=True), strict=True)
+            sums = [factor * torch.stack(x).double().sum(0).flatten() for factor, x in kinds]
+            total += torch.cat(sums).cpu()
+        if self._gather is not None:
+            total = torch.tensor(self._gather(total.tolist()), dtype=torch.float64).sum(0)
+        gram, size, *more = total.split(sizes)
+        rises = more.pop(0).tolist() if projects else []
+        scaled, decayed = (more[0].tolist(), float(more[1])) if moments else ([], 0.0)
+        return _Products(gram.view(count, count).tolist(), float(size), rises, scaled, decayed)
 
-    def _rows(
-        self, group: dict[str, Any], run: list[nn.Parameter], optimizer: torch.optim.Optimizer, moments: bool
-    ) -> Iterator[Tensor]:
-        """Yield rows of some numbers of these parameters: the parts' gradients, the weights' change d, and
-        with `moments` d / (sqrt(v) + eps) and the decayed weights."""
-        states, old = [optimizer.state.get(p, {}) for p in run], [self._before[p] for p in run]
-        found = [[part[p] if p in part else torch.zeros_like(p) for p in run] for part in self._parts]
-        found.append([_weights(p, optimizer) for p in run])
-        found.append([state["exp_avg_sq"] for state in states] if moments else old)
-        columns = [[_flat(x) for x in column] for column in (*found, old)]
-        dtype = torch.promote_types(old[0].dtype, torch.float32) if moments else torch.float64
-        for start in range(0, length := sum(x.numel() for x in columns[-1]), self._piece):
-            end = min(start + self._piece, length)
-            rows = columns[-1][0].new_empty(len(columns), end - start, dtype=dtype)
-            for row, column in zip(rows, columns, strict=True):
-                torch.cat([x[start:end] for x in column], out=row)
-            change, scaled, before = rows[-3:]
-            change -= before
-            if moments:
-                corrected = 1 - group["betas"][1] ** float(states[0]["step"])  # all take every step
-                scaled.sqrt_().mul_(corrected**-0.5).add_(group["eps"])
-                torch.div(change, scaled, out=scaled)
-                before *= group["weight_decay"]
-            yield rows
+    def _pieces(
+        self, p: nn.Parameter, optimizer: torch.optim.Optimizer, eps: float | None
+    ) -> Iterator[list[Tensor]]:
+        """Yield dot products of some numbers of a parameter, in the order of `_Products`. With `eps`, those
+        of moments too."""
+        before, grads = _flat(self._before[p]), self._grads(p)
+        if not isinstance(grads, Tensor):
+            count = self._apart.count or len(self._taken)
+            grads = torch.stack([*map(_flat, grads)] or [torch.zeros_like(before)] * count)
+        columns = [grads.flatten(1), before, _flat(_weights(p, optimizer))]
+        columns += [] if eps is None else [_flat(optimizer.state[p]["exp_avg_sq"])]
+        dtype = torch.float64 if eps is None else torch.promote_types(before.dtype, torch.float32)
+        fits = len(before) <= self._piece
+        for rows in [columns] if fits else zip(*(x.split(self._piece, -1) for x in columns), strict=True):
+            grads_TN, before_N, after_N, *moment = (x if x.dtype == dtype else x.to(dtype) for x in rows)
+            change_N = after_N - before_N
+            found = [grads_TN @ grads_TN.T, torch.dot(change_N, change_N)]
+            if self._project_step:
+                found.append(grads_TN @ change_N)
+            if eps is not None:
+                root_N = moment[0].sqrt().add_(eps)
+                scaled_N = torch.div(change_N, root_N, out=root_N)
+                found += [grads_TN @ scaled_N, torch.dot(before_N, change_N)]
+            yield found
+
+
+class _Products(NamedTuple):
+    """Dot products of the parts' gradients g_i, the weights' change d, and the weights w before it."""
+
+    gram: list[list[float]]
+    size: float
+    """<d, d>"""
+    rises: list[float]
+    """<g_i, d>, if the step is projected."""
+    scaled: list[float]
+    """<g_i, d / (sqrt(v) + eps)>, if the optimizer has second moments."""
+    decay: float
+    """<weight_decay w, d>"""
 
 
 def nonnegative_solution(gram: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

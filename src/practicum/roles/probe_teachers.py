@@ -44,6 +44,7 @@ from practicum.tasks.stream import make_stream
 from practicum.teachers.load_teachers import Teachers, load_teachers, top_k
 from practicum.teachers.route import before_text, teacher_of
 from practicum.teachers.shared_tokens import require_mass, shared_tokens
+from practicum.teachers.teacher_checks import renderings
 from practicum.teachers.teacher_scorer import TeacherScorer
 
 PROMPTS, DRAWN, POSITIONS = 8, 128, 64
@@ -246,7 +247,8 @@ def compare_teachers(
         if name in prompts and _probed(recipe.teachers[name]):
             work, owner = prober.probe(name, ask, prompts[name]), f"the probe of teacher {name}"
             probes[name] = run_async(work, timeout=PROBE_S, owner=owner)
-    return table(probes), warnings_of(probes)
+    words, _ = renderings(recipe, prober.encode.tokenizer, prober.shared)
+    return table(probes, words), warnings_of(probes)
 
 
 def _probed(teacher: Teacher) -> bool:
@@ -358,15 +360,18 @@ def _picked(scored: Tensor | Scores, places: Tensor) -> Tensor | Scores:
     return replace(scored, logprobs=scored.logprobs[places])
 
 
-def table(probes: Mapping[str, Probe]) -> list[str]:
+def table(probes: Mapping[str, Probe], templates: Mapping[str, str]) -> list[str]:
+    """Return the table's lines. `templates` has a word for each teacher if prompts have chat templates."""
     if not probes:
         return []
     titles = ("teacher", "overlap", "mass", "tail", "entropy gap", "KL", "its score", "student's", "signal")
+    titles += ("template",) * bool(templates)
     rows = [titles] + [
         (
             *(name, _cell(p.overlap, ".2f"), _cell(p.mass, ".3f", "≥" * p.partial), _cell(p.tail, ".4f")),
             *(_cell(p.entropy_gap, "+.2f"), _cell(p.kl, ".3f", "~" * p.partial)),
             *(*(_cell(score, ".2f") for score in p.scores), p.signal),
+            *((templates[name],) if templates else ()),
         )
         for name, p in probes.items()
     ]

@@ -24,7 +24,6 @@ from practicum.recipe.schema.recipe import Model, Recipe
 from practicum.recipe.schema.teacher_sections import Teacher
 from practicum.sessions.chat import make_encoder
 from practicum.tasks.messages import prompt_text
-from practicum.tasks.prompts import Prompt
 from practicum.tasks.stream import make_stream
 from practicum.teachers.load_teachers import base_spec, describe_base
 from practicum.teachers.route import before_text, routed_value
@@ -77,16 +76,33 @@ def check_teachers(
         problems += [problem] if problem else []
     if problems:
         raise RecipeErrors(f"recipe {recipe.name}", problems)
-    first = make_stream(recipe.tasks, recipe.seed).take(1 if shared and uses_chat else 0)
-    return findings + [rendered(name, first[0], own) for name, own in shared.items() if first]
+    return findings + renderings(recipe, student, shared)[1]
 
 
-def rendered(name: str, prompt: Prompt, shared: SharedTokens) -> str:
-    """Return a prompt as a teacher with another template reads it, and its template's thinking mode."""
-    shown = repr(shared.teacher.decode(shared.encode(prompt).ids))
-    thinks = "enable_thinking" in str(shared.teacher.chat_template)
-    mode = " (its template has thinking modes, and this is the default one)" if thinks else ""
-    return f"teacher {name} reads {prompt} as {shown}{mode}"
+def renderings(
+    recipe: Recipe, student: PreTrainedTokenizerBase, shared: Mapping[str, SharedTokens]
+) -> tuple[dict[str, str], list[str]]:
+    """Compare how the chat templates of the teachers and the student write a prompt.
+
+    Return a word for each teacher (none without chat prompts), and both texts where they differ. Teachers
+    with the student's vocabulary have its template too, or are refused.
+    """
+    encode, stream = make_encoder(recipe, student), make_stream(recipe.tasks, recipe.seed).take(COVERED)
+    chats = (p for p in stream if recipe.tasks[p.task].chat or not isinstance(p.content, str))
+    if (prompt := next(chats, None)) is None or encode.processor is not None:
+        return {}, []
+    words, lines, own = {}, [], student.decode(encode(prompt).ids)
+    for name, teacher in recipe.teachers.items():
+        reader = shared[name].encode if name in shared else encode
+        text = reader.tokenizer.decode(reader(prompt).ids)
+        thinks = "enable_thinking" in str(reader.tokenizer.chat_template)
+        words[name] = ("same" if text == own else "other") + ", can think" * thinks
+        if teacher.url is not None and teacher.tokenizer is None:
+            words[name] = "unknown"
+        elif text != own:
+            mode = " (the template has thinking modes, and this is the default one)" if thinks else ""
+            lines.append(f"teacher {name} reads {prompt} as {text!r}{mode}, the student as {own!r}")
+    return words, lines
 
 
 def check_context(
