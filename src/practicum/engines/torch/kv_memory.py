@@ -178,6 +178,7 @@ class PrefillLayout:
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._packed = PackedLayout.of_sequences(lengths).to(device)
+        self.narrow = self._packed.narrow
         self._lengths = list(lengths)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}

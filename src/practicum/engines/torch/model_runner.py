@@ -167,6 +167,8 @@ def prefill(runner: ModelRunner, prompts: Sequence[PromptKey]) -> list[Prefilled
     """Compute prompts in one packed forward pass."""
     lengths = [len(prompt) for prompt in prompts]
     layout = PrefillLayout(lengths, runner.device)
+    if runner.lean is not None:
+        layout.narrow(runner.lean.layers - 1, torch.tensor(lengths).cumsum(0) - 1)
     return _compute(
         runner, pack(runner.model.config, prompts, runner.device), layout, lengths, layout.prompts
     )
