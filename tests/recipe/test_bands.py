@@ -28,7 +28,7 @@ RISES = {
     "consensus": 0.1,
     "teachable": -0.05,
     "told_start": 0.5,
-    "opsd": 0.03,
+    "opsd": 0.08,
 }
 """How much each recipe of sort rises at least, in an order in which each finds the models that it needs.
 
