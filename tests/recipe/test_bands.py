@@ -27,6 +27,8 @@ RISES = {
     "credit": 0.1,
     "consensus": 0.1,
     "teachable": -0.05,
+    "told_start": 0.5,
+    "opsd": 0.08,
 }
 """How much each recipe of sort rises at least, in an order in which each finds the models that it needs.
 

@@ -258,7 +258,12 @@ def test_check_shows_a_prompt_as_the_teacher_s_template_renders_it(thinks: bool)
     teacher.chat_template = "<q>{{ messages[0].content }}<a>" + mode
     student = copy.deepcopy(trained("bytes"))
     student.chat_template = "<s>{{ messages[0].content }}<a>"
-    sections = {"name": "r", "model": {"random_init": {}}, "distill": {"signal": "shared"}, "route": {"by": "task"}}
+    sections = {
+        "name": "r",
+        "model": {"random_init": {}},
+        "distill": {"signal": "shared"},
+        "route": {"by": "task"},
+    }
     teachers = {"far": {"model": "a"}, "near": {"model": "b"}, "served": {"url": "http://a/v1", "model": "c"}}
     tasks = {"plain": {"kind": "copy"}, "chats": {"kind": "copy", "chat": True}}
     recipe = Recipe.model_validate(sections | {"tasks": tasks, "teachers": teachers})

@@ -159,15 +159,17 @@ class PartGradients:
         """Yield dot products of some numbers of a parameter, in the order of `_Products`. With `eps`, those
         of moments too."""
         before, grads = _flat(self._before[p]), self._grads(p)
-        if not isinstance(grads, Tensor):
-            count = self._apart.count or len(self._taken)
-            grads = torch.stack([*map(_flat, grads)] or [torch.zeros_like(before)] * count)
-        columns = [grads.flatten(1), before, _flat(_weights(p, optimizer))]
+        parts = [grads.flatten(1)] if isinstance(grads, Tensor) else [*map(_flat, grads)]
+        if not parts:
+            parts = [torch.zeros_like(before)] * (self._apart.count or len(self._taken))
+        columns = [*parts, before, _flat(_weights(p, optimizer))]
         columns += [] if eps is None else [_flat(optimizer.state[p]["exp_avg_sq"])]
         dtype = torch.float64 if eps is None else torch.promote_types(before.dtype, torch.float32)
         fits = len(before) <= self._piece
         for rows in [columns] if fits else zip(*(x.split(self._piece, -1) for x in columns), strict=True):
-            grads_TN, before_N, after_N, *moment = (x if x.dtype == dtype else x.to(dtype) for x in rows)
+            same = [x if x.dtype == dtype else x.to(dtype) for x in rows]
+            grads_TN = same[0] if same[0].dim() > 1 else torch.stack(same[: len(parts)])
+            before_N, after_N, *moment = same[len(parts) :]
             change_N = after_N - before_N
             found = [grads_TN @ grads_TN.T, torch.dot(change_N, change_N)]
             if self._project_step:
