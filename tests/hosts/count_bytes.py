@@ -80,7 +80,8 @@ def recipe(address: str, folder: Path, size: str) -> dict[str, Any]:
         "model": images if tasks is IMAGES else {"path": str(folder / "student")},
         "tasks": tasks,
         "rollout": {"samples": 8, "max_new_tokens": tokens},
-        "train": {"steps": 1 + len(WARM_UP + PLAN), "prompts": prompts, "minibatches": 2, "lr": 1e-4},
+        # So low a rate that no teacher makes the student end responses: all steps have equally many tokens.
+        "train": {"steps": 1 + len(WARM_UP + PLAN), "prompts": prompts, "minibatches": 2, "lr": 1e-7},
         "eval": {"rows": 0},
         "checkpoint": {"every": 1000},
         "track": {"record": "none"},
