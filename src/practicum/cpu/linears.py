@@ -25,7 +25,7 @@ for _name, _entries in {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPAC
     # by default. oneDNN's cache is enough. They read this before their first product.
     os.environ.setdefault(_name, _entries)
 
-LEAST_NUMBERS = 2**15
+LEAST_NUMBERS = 2**16
 """Minimum size (elements) of a weight for the oneDNN path."""
 PACKED_FOR_ROWS = 256
 """Rows for which packed weights are laid out; others can be multiplied by them too."""
