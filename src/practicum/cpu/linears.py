@@ -21,8 +21,8 @@ from practicum.cpu import switch
 from practicum.cpu.row_parts import PartedEmbedding, RowParts, parts_of
 
 for _name, _entries in {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}.items():
-    # oneDNN caches what it prepared for each number of rows, and so does torch in each thread: 1,024 entries
-    # by default. oneDNN's cache is enough. They read this before their first product.
+    # Both torch and oneDNN cache what they prepared for each number of rows, 1,024 entries by default.
+    # oneDNN's cache is enough. They read this before their first product.
     os.environ.setdefault(_name, _entries)
 
 LEAST_NUMBERS = 2**16
